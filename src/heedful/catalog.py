@@ -1,0 +1,89 @@
+"""The one list of methods. Everything that lists methods (command, docs tables, tests) reads it."""
+
+import dataclasses
+from collections.abc import Mapping
+from types import MappingProxyType
+
+
+@dataclasses.dataclass(frozen=True)
+class Method:
+    """One method of heedful.
+
+    Parameters
+    ----------
+    slug : str
+        Its name everywhere: module, study, docs page, benchmark.
+    room : str
+        The subpackage it lives in, named after the job a user has.
+    title : str
+        The method's full name.
+    problem : str
+        The user's problem, in the user's words.
+    replaces, heeds : str
+        The blind standard component, and what this method is aware of.
+    names : tuple of str
+        Public names that the room exports for it; the first is the main one.
+    paper : str
+        The reference.
+    needs : tuple of str
+        Extras of heedful that it needs beyond the core.
+    """
+
+    slug: str
+    room: str
+    title: str
+    problem: str
+    replaces: str
+    heeds: str
+    names: tuple[str, ...]
+    paper: str
+    needs: tuple[str, ...] = ()
+
+    @property
+    def module(self) -> str:
+        """Import path of the method's module or folder."""
+        return f"heedful.{self.room}.{self.slug}"
+
+    @property
+    def study(self) -> str:
+        """Import path of its study, as ``module:attribute``."""
+        return f"heedful.studies.{self.slug}:study"
+
+
+_METHODS = (
+    Method(
+        slug="tsam",
+        room="optim",
+        title="Tilted sharpness-aware minimisation",
+        problem="My network should test better, without touching model or data.",
+        replaces="SAM and SGD",
+        heeds="the whole neighbourhood of the weights, its high-loss directions most",
+        names=("TiltedSAM", "SAM", "closure_step", "tilted_weights", "tilted_loss"),
+        paper="Tilted Sharpness-Aware Minimization. ICML 2025. arXiv:2410.22656",
+    ),
+    Method(
+        slug="isotonic",
+        room="calibrate",
+        title="Normalization-aware isotonic calibration",
+        problem="The class probabilities of my classifier should mean what they say.",
+        replaces="one-vs-rest isotonic calibration",
+        heeds="that the probabilities of a row must add to one",
+        names=(
+            "CalibratedClassifier",
+            "NormalizationAwareIsotonicCalibrator",
+            "SortedCumulativeIsotonicCalibrator",
+            "FlattenedIsotonicCalibrator",
+            "OneVsRestIsotonicCalibrator",
+            "TemperatureCalibrator",
+            "VectorCalibrator",
+            "DirichletCalibrator",
+            "expected_calibration_error",
+            "reliability_curve",
+        ),
+        paper=(
+            "Improving Multi-Class Calibration through Normalization-Aware Isotonic Techniques. ICML 2025. arXiv:2512.09054"
+        ),
+    ),
+)
+
+methods: Mapping[str, Method] = MappingProxyType({method.slug: method for method in _METHODS})

@@ -1,0 +1,57 @@
+"""The command ``heedful``: studies, data, and one verb per job that users have with files.
+
+Results go to standard output, progress and messages to standard error. Exit status: 0 done, 1 the work failed, 2 the
+request was wrong. Everything heavy is imported by the command that needs it, so that ``--help`` is quick.
+"""
+
+import sys
+
+import typer
+
+from heedful.cli import _studies, calibrate, data
+
+app = typer.Typer(
+    name="heedful",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+    rich_markup_mode="rich",
+    help="Machine-learning methods that heed the structure their standard counterparts are blind to, and the evidence "
+    "whether heeding pays.",
+    epilog="Begin with: [bold]heedful list[/bold], then [bold]heedful study isotonic --quick[/bold]",
+)
+app.command("list")(_studies.list_methods)
+app.command("show")(_studies.show)
+app.command("study")(_studies.study)
+app.command("report")(_studies.report)
+app.add_typer(data.app, name="data", help="Real data sets, offline: list, get, check.")
+app.add_typer(calibrate.app, name="calibrate", help="Make class probabilities mean what they say: fit, apply, report.")
+
+
+@app.callback(invoke_without_command=True)
+def _root(version: bool = typer.Option(False, "--version", help="Print the version and exit.")) -> None:
+    if version:
+        import heedful
+
+        print(heedful.__version__)
+        raise typer.Exit
+
+
+def main() -> None:
+    """Run the command line, turning heedful's errors into one message and an exit status."""
+    from heedful.errors import FileFormatError, HeedfulError, InputError, ParameterError
+
+    try:
+        app(standalone_mode=True)
+    except (ParameterError, InputError, FileFormatError, FileNotFoundError, FileExistsError) as error:
+        _stop(error, status=2)
+    except (HeedfulError, OSError) as error:
+        _stop(error, status=1)
+    except KeyboardInterrupt:
+        print("interrupted: what has finished is kept; the same command resumes", file=sys.stderr)
+        sys.exit(130)
+
+
+def _stop(error: BaseException, *, status: int) -> None:
+    print(f"heedful: {error}", file=sys.stderr)
+    sys.exit(status)

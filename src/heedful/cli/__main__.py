@@ -1,0 +1,5 @@
+"""``python -m heedful.cli``."""
+
+from heedful.cli import main
+
+main()

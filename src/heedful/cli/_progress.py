@@ -1,0 +1,41 @@
+"""Progress bars on standard error for whatever reports progress."""
+
+import contextlib
+from collections.abc import Iterator
+
+from heedful._results import Event, progress
+
+
+@contextlib.contextmanager
+def bars(*, quiet: bool = False) -> Iterator[None]:
+    """Show a bar per phase while the block runs; nothing if ``quiet``."""
+    if quiet:
+        yield
+        return
+    from rich.console import Console
+    from rich.progress import (
+        BarColumn,
+        MofNCompleteColumn,
+        Progress,
+        TextColumn,
+        TimeElapsedColumn,
+        TimeRemainingColumn,
+    )
+
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TimeRemainingColumn(),
+    )
+    with Progress(*columns, console=Console(stderr=True)) as shown:
+        tasks = {}
+
+        def show(event: Event) -> None:
+            if event.phase not in tasks:
+                tasks[event.phase] = shown.add_task(event.phase, total=event.total)
+            shown.update(tasks[event.phase], completed=event.done, total=event.total)
+
+        with progress(show):
+            yield
