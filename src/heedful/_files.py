@@ -49,16 +49,16 @@ def write_atomic(path: str | os.PathLike, *, overwrite: bool = True) -> Iterator
         raise FileExistsError(f"{path} exists. Choose another name, or say overwrite.")
     if not path.parent.is_dir():
         raise FileNotFoundError(f"{path}: the folder {path.parent} does not exist. Create it, or choose another path.")
-    mode = stat.S_IMODE(path.stat().st_mode) if path.exists() else None
     # The suffix is kept: writers such as numpy's and pandas' choose the format, or add an ending, by it.
     temporary = path.with_name(f".{path.stem[:64]}-{secrets.token_hex(8)}{path.suffix}")
-    temporary.touch(0o666 if mode is None else 0o600, exist_ok=False)  # less the umask, as for any new file
+    temporary.touch(0o666, exist_ok=False)
+    mode = stat.S_IMODE((path if path.exists() else temporary).stat().st_mode)  # a new file's depends on the umask
+    temporary.chmod(0o600)  # private until it is complete
     try:
         yield temporary
         with temporary.open("rb+") as file:
             os.fsync(file.fileno())
-        if mode is not None:
-            temporary.chmod(mode)
+        temporary.chmod(mode)
         os.replace(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)

@@ -45,4 +45,4 @@ def spawn(random_state, n: int) -> list[int]:
 
 
 def _is_seed(random_state: Any) -> TypeGuard[int]:
-    return isinstance(random_state, numbers.Integral) and not isinstance(random_state, bool) and int(random_state) >= 0
+    return not isinstance(random_state, bool) and isinstance(random_state, numbers.Integral) and int(random_state) >= 0

@@ -47,9 +47,6 @@ def main() -> None:
         _stop(error, status=2)
     except (HeedfulError, OSError) as error:
         _stop(error, status=1)
-    except KeyboardInterrupt:
-        print("interrupted: what has finished is kept; the same command resumes", file=sys.stderr)
-        sys.exit(130)
 
 
 def _stop(error: BaseException, *, status: int) -> None:

@@ -121,20 +121,24 @@ def study(
     with Store(store, fresh=fresh, retry=retry) as opened:
         for other in collect or []:
             print(f"{other}: {opened.collect(other)} trials added", file=sys.stderr)
-        with bars(quiet=quiet):
-            results = [
-                run_study(
-                    one,
-                    budget="quick" if quick else "full",
-                    store=opened,
-                    engine=engine,
-                    workers=jobs,
-                    threads=threads,
-                    address=address,
-                    command=command,
-                )
-                for one in chosen
-            ]
+        try:
+            with bars(quiet=quiet):
+                results = [
+                    run_study(
+                        one,
+                        budget="quick" if quick else "full",
+                        store=opened,
+                        engine=engine,
+                        workers=jobs,
+                        threads=threads,
+                        address=address,
+                        command=command,
+                    )
+                    for one in chosen
+                ]
+        except KeyboardInterrupt:
+            print("interrupted: what has ended is kept, and the same command goes on from there", file=sys.stderr)
+            raise typer.Exit(130) from None
         if export is not None:
             opened.export(export)
     if mlflow is not None:
@@ -179,11 +183,13 @@ def _hand_over(results: "list[StudyResult]", out: Path, as_json: bool) -> None:
     write_report(results, out)
     if as_json:
         _print_json({"report": str(out), "studies": [result_to_json(result) for result in results]})
-        return
-    from rich.console import Console
+    else:
+        from rich.console import Console
 
-    Console().print(verdict_table(results))
-    print(out.resolve())
+        Console().print(verdict_table(results))
+        print(out.resolve())
+    if any(all(trial.status == "failed" for trial in result.trials) for result in results):
+        raise typer.Exit(1)  # The report says why every trial of a study failed.
 
 
 def _studies(slugs: list[str] | None, task: str | None) -> "list[Study]":

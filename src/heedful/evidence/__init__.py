@@ -8,8 +8,10 @@ from typing import TYPE_CHECKING
 from heedful._lazy import attach
 
 if TYPE_CHECKING:
+    from heedful.evidence._console import verdict_table as verdict_table
     from heedful.evidence._mlflow import copy_to_mlflow as copy_to_mlflow
     from heedful.evidence._report import result_to_json as result_to_json
+    from heedful.evidence._report import to_markdown as to_markdown
     from heedful.evidence._report import write_report as write_report
     from heedful.evidence._result import StudyResult as StudyResult
     from heedful.evidence._result import TrialRecord as TrialRecord
@@ -37,6 +39,7 @@ __getattr__, __dir__, __all__ = attach(
         "_verdicts": ["Verdict", "judge"],
         "_user_tasks": ["load_task"],
         "_mlflow": ["copy_to_mlflow"],
-        "_report": ["result_to_json", "write_report", "verdict_table"],
+        "_report": ["result_to_json", "to_markdown", "write_report"],
+        "_console": ["verdict_table"],
     },
 )

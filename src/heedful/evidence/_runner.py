@@ -5,6 +5,7 @@ evaluated, with the setting chosen, on the test split with the evaluation seeds.
 whatever ended before is not run again.
 """
 
+import contextlib
 import json
 import os
 import time
@@ -67,18 +68,14 @@ def run_study(
         Trials, chosen settings and verdicts. Failed trials are part of it.
     """
     plan = _Plan(study, budget, threads)
-    owned = not isinstance(store, Store)
-    store = Store(store) if not isinstance(store, Store) else store
-    try:
+    with contextlib.ExitStack() as stack:
+        store = store if isinstance(store, Store) else stack.enter_context(Store(store))
         with open_engine(engine, workers=1 if study.timed else workers, threads=threads, address=address) as opened:
             tuning = plan.tuning()
             _run_all(study, plan.budget, tuning, store, opened, phase=f"{study.slug}: choosing settings")
-            chosen = plan.choose(tuning, store)
-            _run_all(study, plan.budget, plan.evaluation(chosen), store, opened, phase=f"{study.slug}: evaluating")
+            evaluation = plan.evaluation(plan.choose(tuning, store))
+            _run_all(study, plan.budget, evaluation, store, opened, phase=f"{study.slug}: evaluating")
         return plan.result(store, command)
-    finally:
-        if owned:
-            store.__exit__()
 
 
 def stored_result(

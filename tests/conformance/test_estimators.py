@@ -1,0 +1,61 @@
+import numpy as np
+import pytest
+from sklearn.frozen import FrozenEstimator
+from sklearn.linear_model import LogisticRegression
+from sklearn.naive_bayes import GaussianNB
+
+from heedful.calibrate import (
+    CalibratedClassifier,
+    DirichletCalibrator,
+    FlattenedIsotonicCalibrator,
+    NormalizationAwareIsotonicCalibrator,
+    OneVsRestIsotonicCalibrator,
+    SortedCumulativeIsotonicCalibrator,
+    TemperatureCalibrator,
+    VectorCalibrator,
+)
+from tests.conformance import cases
+from tests.conformance.estimators import CHECKS, EstimatorRow
+
+NOT_PROBABILITIES = "scikit-learn's checks give arbitrary numbers, and it takes rows of probabilities alone"
+
+
+def three_classes():
+    rng = np.random.default_rng(0)
+    y = np.arange(60) % 3
+    return rng.normal(size=(60, 4)) + y[:, None] * [1.0, 0.0, -1.0, 0.5], y
+
+
+def probabilities():
+    """60 rows, twice as sure as they should be."""
+    rng = np.random.default_rng(0)
+    true = rng.dirichlet(np.ones(3), size=60)
+    y = (true.cumsum(axis=1) < rng.random((60, 1))).sum(axis=1).clip(max=2)
+    return true**2 / (true**2).sum(axis=1, keepdims=True), y
+
+
+def calibrator(kind, **settings):
+    exclusions = {"check_scikit_learn_contract": NOT_PROBABILITIES}
+    return EstimatorRow(kind.__name__, lambda: kind(**settings), probabilities, exclusions=exclusions)
+
+
+def calibrated(name, **settings):
+    return EstimatorRow(f"CalibratedClassifier-{name}", lambda: CalibratedClassifier(**settings), three_classes)
+
+
+ROWS = (
+    calibrated("default"),
+    calibrated("naive_bayes", estimator=GaussianNB(), method="temperature", ensemble=False),
+    calibrator(NormalizationAwareIsotonicCalibrator),
+    calibrator(SortedCumulativeIsotonicCalibrator),
+    calibrator(FlattenedIsotonicCalibrator),
+    calibrator(OneVsRestIsotonicCalibrator),
+    calibrator(TemperatureCalibrator),
+    calibrator(VectorCalibrator),
+    calibrator(DirichletCalibrator, ridge=1e-3),
+)
+
+
+@pytest.mark.parametrize(("check", "row"), cases(ROWS, CHECKS))
+def test_estimator(check, row):
+    check(row)

@@ -1,0 +1,121 @@
+import numpy as np
+import pytest
+from PIL import Image
+from safetensors.numpy import save_file
+
+from heedful.data import _loaders
+from heedful.errors import FileFormatError
+from tests.data.toys import tarball
+
+
+def test_idx_reads_any_number_of_axes(tmp_path):
+    (tmp_path / "x").write_bytes(b"\0\0\x08\x02" + b"\0\0\0\x02" + b"\0\0\0\x03" + bytes(range(6)))
+    np.testing.assert_array_equal(_loaders._idx(tmp_path, "x"), [[0, 1, 2], [3, 4, 5]])
+
+
+@pytest.mark.parametrize("contents", [b"", b"\x80\x04\x95", b"\0\0\x0d\x01\0\0\0\x01\0\0\0\0"])
+def test_idx_refuses_what_is_not_an_array_of_bytes(tmp_path, contents):
+    (tmp_path / "x").write_bytes(contents)
+    with pytest.raises(FileFormatError, match=r"^x is not an idx file of bytes: it starts with b'"):
+        _loaders._idx(tmp_path, "x")
+
+
+def test_cifar10_takes_an_image_from_each_row_of_a_batch(tmp_path):
+    draw = np.random.default_rng(0)
+    batches = draw.integers(0, 256, (6, 2, 1024, 3), np.uint8)
+    for batch, name in zip(batches, [*(f"data_batch_{i}" for i in range(1, 6)), "test_batch"], strict=True):
+        Image.fromarray(batch).save(tmp_path / f"{name}.png")
+    (tmp_path / "train_lables.json").write_text("[0,1,2,3,4,5,6,7,8,9]")
+    (tmp_path / "test_lables.json").write_text("[9,8]")
+    images = _loaders.cifar10(tmp_path)
+    np.testing.assert_array_equal(images.x_train, batches[:5].reshape(10, 32, 32, 3))
+    np.testing.assert_array_equal(images.x_test, batches[5].reshape(2, 32, 32, 3))
+    assert images.y_test.tolist() == [9, 8]
+
+
+def test_a_table_of_openml_becomes_the_same_images(monkeypatch):
+    draw = np.random.default_rng(0)
+    colour = draw.integers(0, 256, (10_002, 32, 32, 3), np.uint8)
+    labels = draw.integers(0, 10, 10_002)
+    rows = colour.transpose(0, 3, 1, 2).reshape(-1, 3072).astype(np.float64)  # planes of red, green and blue
+    images = _loaders.cifar10_of_openml(rows, labels.astype(str).astype(object))
+    np.testing.assert_array_equal(images.x_train, colour[:2])
+    np.testing.assert_array_equal(images.x_test, colour[2:])
+    np.testing.assert_array_equal(images.y_train, labels[:2])
+    grey = colour[:, :28, :28, 0]
+    for read in (_loaders.mnist_of_openml, _loaders.fashion_mnist_of_openml):
+        np.testing.assert_array_equal(read(grey.reshape(-1, 784).astype(float), labels.astype(str)).x_test, grey[2:])
+
+
+def test_brown_drops_tags_keeps_slashes_inside_words_and_reads_the_genre_off_the_name(tmp_path):
+    (tmp_path / "cr01").write_text("\n\n\tA/at 1/2/cd joke/nn ./.\n\n\tTwo/cd\tlines/nns\n")
+    (tmp_path / "ca44").write_text("News/nn\n")
+    (tmp_path / "cats.txt").write_text("not a text")
+    texts = _loaders.brown(tmp_path)
+    assert texts.texts == ("News", "A 1/2 joke .\nTwo lines")
+    assert [texts.class_names[label] for label in texts.y] == ["news", "humor"]
+
+
+def test_mails_that_are_not_utf8_are_read_as_latin1(tmp_path):
+    for folder, contents in {
+        "easy-ham-1": "für".encode(),
+        "hard-ham-1": "für".encode("latin-1"),
+        "spam-2": b"buy",
+    }.items():
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "1.txt").write_bytes(contents)
+    mails = _loaders.spam_assassin(tmp_path)
+    assert mails.texts == ("für", "für", "buy")
+    assert [mails.class_names[label] for label in mails.y] == ["ham", "ham", "spam"]
+
+
+def test_news_are_classed_by_folder(tmp_path):
+    for folder in ("tech", "business"):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "001.txt").write_text(folder)
+    news = _loaders.bbc_news(tmp_path)
+    assert (news.texts, news.class_names) == (("business", "tech"), ("business", "tech"))
+    assert news.y.tolist() == [0, 1]
+
+
+def sentiment(folder, **more):
+    tables = {
+        f"hutto/{stem}_GroundTruth.txt": f"1\t-{number}.5\tcliché {number}\r\n2\t1\tlast".encode()
+        for number, stem in enumerate(_loaders._SENTIMENT.values())
+    }
+    (folder / "hutto_ICWSM_2014.tar.gz").write_bytes(tarball(tables | {"hutto/paper.pdf": b"\xff"} | more))
+
+
+def test_sentiment_tables_are_joined_in_the_order_of_domains(tmp_path):
+    sentiment(tmp_path)
+    rated = _loaders.sentiment4(tmp_path)
+    assert rated.ratings.tolist() == [-0.5, 1, -1.5, 1, -2.5, 1, -3.5, 1]
+    assert rated.domain.tolist() == [0, 0, 1, 1, 2, 2, 3, 3]
+    assert rated.texts[:2] == ("cliché 0", "last")
+    assert rated.domain_names == ("movie", "tweets", "amazon", "nyt")
+
+
+def test_an_inner_archive_that_climbs_out_is_refused(tmp_path):
+    sentiment(tmp_path, **{"hutto/../../x_GroundTruth.txt": b""})
+    with pytest.raises(FileFormatError, match="would be written outside of its folder"):
+        _loaders.sentiment4(tmp_path)
+
+
+def test_the_last_column_of_mfeat_is_the_class_and_no_feature(tmp_path):
+    for name in ("fac", "fou", "kar", "mor", "pix", "zer"):
+        (tmp_path / f"mfeat-{name}.csv").write_text("0,1,2\n0.5,1.5,0.0\n2.5,3.5,9.0\n")
+    digits = _loaders.mfeat(tmp_path)
+    np.testing.assert_array_equal(digits.views["zer"], [[0.5, 1.5], [2.5, 3.5]])
+    assert digits.y.tolist() == [0, 9]
+
+
+def test_half_precision_vectors_are_widened_exactly(tmp_path):
+    vectors = np.linspace(-2, 2, 12).astype(np.float16).reshape(4, 3)
+    for folder in ("weights", "tokenizers"):
+        (tmp_path / folder).mkdir()
+    save_file({"embedding.weight": vectors}, tmp_path / "weights/l2_supercat_256.safetensors")
+    (tmp_path / "tokenizers/l2_supercat_tokenizer_config.json").write_text("{}")
+    tokens = _loaders.wordllama(tmp_path)
+    assert tokens.vectors.dtype == np.float32
+    np.testing.assert_array_equal(tokens.vectors, vectors)
+    assert tokens.tokenizer_file.read_text() == "{}"

