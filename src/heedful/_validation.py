@@ -2,6 +2,7 @@
 
 import numbers
 import warnings
+from collections.abc import Hashable
 from typing import Any, Literal
 
 import numpy as np
@@ -80,5 +81,5 @@ def require_number(
 
 def require_choice(value: Any, name: str, choices: tuple) -> None:
     """Raise :class:`ParameterError` unless ``value`` is one of ``choices``."""
-    if value not in choices:
+    if not isinstance(value, Hashable) or value not in choices:  # an array compares entry by entry
         raise ParameterError(f"{name} must be one of {', '.join(map(repr, choices))}; got {value!r}.")

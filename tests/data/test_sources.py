@@ -1,3 +1,4 @@
+import gzip
 import hashlib
 import importlib.util
 import subprocess
@@ -46,7 +47,7 @@ def test_when_nothing_works_the_error_lists_all_four_ways_and_what_to_do(without
     assert str(error.value).splitlines() == [
         "there is no sound copy of toy in the cache, and none of the four ways to obtain it worked:",
         "  1. an installed package: toy-data is not installed here. Run: npm install toy-data@1.0.0",
-        "  2. the npm registry: the client npm is not installed. It comes with Node.js.",
+        "  2. the npm registry: the client npm is not installed. Install Node.js, which brings it.",
         "  3. OpenML, through scikit-learn: no copy there is declared.",
         f"  4. files supplied by hand: the folder {folder} does not exist; it should hold train-images-idx3-ubyte*, "
         "train-labels-idx1-ubyte*, t10k-images-idx3-ubyte*, t10k-labels-idx1-ubyte*. Put the files there, or the archive "
@@ -92,7 +93,10 @@ def test_a_client_that_fails_is_quoted(home):
 @pytest.mark.parametrize(
     ("client", "says"),
     [
-        ("apt-get", "Debian: the client apt-get is not installed. Only Debian and its descendants have it."),
+        (
+            "apt-get",
+            "Debian: the client apt-get is not installed. Debian and its descendants have it; elsewhere, use another way.",
+        ),
         ("pip", "the Python Package Index: the client pip is not installed in this Python. Run `python -m ensurepip`."),
     ],
 )
@@ -155,16 +159,15 @@ def test_pip_fetches_a_wheel_and_refuses_one_with_another_hash(home, monkeypatch
 
 
 def test_a_source_archive_is_named_to_pip_with_its_hash_so_that_no_other_code_is_built(home, monkeypatch):
+    packed = toys.tarball({f"toy_data-1.0.0/data/{name}": contents for name, contents in toys.files().items()})
+    digest = hashlib.sha256(packed).hexdigest()
     asked = {}
 
     def run(command, *, cwd, **_):
         asked["command"], asked["requirements"] = command, (cwd / "requirements.txt").read_text()
-        packed = toys.tarball({f"toy_data-1.0.0/data/{name}": contents for name, contents in toys.files().items()})
         (cwd / "toy_data-1.0.0.tar.gz").write_bytes(packed)
         return subprocess.CompletedProcess(command, 0, "", "")
 
-    packed = toys.tarball({f"toy_data-1.0.0/data/{name}": contents for name, contents in toys.files().items()})
-    digest = hashlib.sha256(packed).hexdigest()
     declare(monkeypatch, client="pip", file="toy_data-1.0.0.tar.gz", sha256=digest)
     monkeypatch.setattr(_sources.subprocess, "run", run)
     assert_is_the_toy(data.load("toy"))
@@ -212,8 +215,6 @@ def test_an_archive_put_there_by_hand_is_accepted(without_npm):
 
 
 def test_raw_files_put_there_by_hand_are_accepted_packed_or_plain(without_npm):
-    import gzip
-
     folder = by_hand()
     for number, (name, contents) in enumerate(toys.files().items()):
         packed = number % 2

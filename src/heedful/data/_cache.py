@@ -58,8 +58,9 @@ def read_cached(dataset: DataSet, folder: Path) -> Form:
 def fill_cache(dataset: DataSet, folder: Path, obtain: Callable[[Path], Form]) -> None:
     """Cache what ``obtain(work)`` returns, once, however many processes ask for it at the same time.
 
-    It vouches for the content. ``work`` is an empty folder that is gone afterwards. The lock belongs to the system and ends with the process that
-    holds it, so whatever lies in the work folder when the lock is taken was left by a process that died.
+    ``obtain`` vouches for the content; ``work`` is an empty folder that is gone afterwards. The lock belongs to the
+    system and ends with the process that holds it, so whatever lies in the work folder when the lock is taken was left
+    by a process that died.
     """
     folder.mkdir(parents=True, exist_ok=True)
     work = folder / f".{dataset.name}.partial"

@@ -120,11 +120,16 @@ def _pip(archive: Archive, work: Path) -> list[str]:
 
 def _npm(archive: Archive, work: Path) -> list[str]:
     options = ["--loglevel=error", "--fetch-retries=1"]
-    return [_program("npm", "It comes with Node.js."), "pack", *options, f"{archive.package}@{archive.version}"]
+    return [
+        _program("npm", "Install Node.js, which brings it."),
+        "pack",
+        *options,
+        f"{archive.package}@{archive.version}",
+    ]
 
 
 def _apt_get(archive: Archive, work: Path) -> list[str]:
-    program = _program("apt-get", "Only Debian and its descendants have it.")
+    program = _program("apt-get", "Debian and its descendants have it; elsewhere, use another way.")
     return [program, "download", "-o", "Acquire::Retries=1", f"{archive.package}={archive.version}"]
 
 

@@ -269,7 +269,7 @@ def rules(verdicts: Sequence[Verdict]) -> str:
         "their mean with 0, or with minus the margin of a claim that has one. "
         f"The confirmatory verdicts of this study ({family} here) are corrected together by Holm, at {side} for holds "
         f"and {side} for contradicted, and their intervals are those that match: together they cover all the true "
-        f"differences with {cover}. A verdict is decided when its interval excludes the value it is compared with. "
+        f"differences with {cover} confidence. A verdict is decided when its interval excludes the value it is compared with. "
         f"Exploratory claims stand outside, each with its own {cover} interval. "
         f"Fewer than {MIN_PAIRS} pairs, or the same difference in all of them, are not a test and inconclusive. "
         f"From {MIN_RANK_PAIRS} pairs on a Wilcoxon signed-rank test gives a second opinion, which decides nothing."
@@ -381,7 +381,7 @@ def _verdict(sample: _Sample, estimate: Estimate, decision: Decision, *, family:
         high=float(decision.high),
         low_alone=low_alone,
         high_alone=high_alone,
-        p=p if tested else math.nan,
+        p=min(p, 1.0) if tested else math.nan,
         p_holm=float(decision.p_holm) if tested and not claim.exploratory else math.nan,
         p_rank=p_rank,
         pairs=sample.pairs,

@@ -81,6 +81,7 @@ def _render(results: Sequence[StudyResult]) -> str:
             "advantage",
             "cost_head",
             "interval",
+            "machine_label",
             "mean_sd",
             "metric_head",
             "number",

@@ -13,7 +13,7 @@ for (const head of document.querySelectorAll("table.sortable thead th")) {
       const [x, y] = [key(a), key(b)];
       if (x === "" || y === "") return (x === "") - (y === "");
       const d = isNaN(x) || isNaN(y) ? x.localeCompare(y, undefined, { numeric: true }) : x - y;
-      return d;
+      return up ? d : -d;
     };
     body.append(...[...body.rows].sort(order));
   });
