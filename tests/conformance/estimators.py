@@ -16,6 +16,7 @@ from sklearn.utils.estimator_checks import check_estimator
 from sklearn.utils.validation import has_fit_parameter
 
 from tests.conformance.generators import global_generators_stay
+from tests.conformance.typechecks import as_users_have_it
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,7 +57,7 @@ def result(estimator: BaseEstimator, X) -> np.ndarray:
 
 def check_scikit_learn_contract(row: EstimatorRow) -> None:
     """All of ``check_estimator``; an expected failure that passes is stale."""
-    with warnings.catch_warnings():
+    with warnings.catch_warnings(), as_users_have_it():
         # Its data are made to be hard: a solver that says so does what it should.
         warnings.simplefilter("ignore", ConvergenceWarning)
         expected = dict(row.expected_failures)

@@ -61,6 +61,20 @@ class FileRow:
         raise AssertionError(f"{path.name} holds neither the old value nor the new one")
 
 
+@dataclasses.dataclass(frozen=True)
+class WorkRow:
+    """Long work that keeps its pieces in a folder.
+
+    ``work(folder)``, a function at the top of a module, does all of it, goes on from the pieces that it finds, and
+    returns the result, of which ``same(left, right)`` compares two.
+    """
+
+    name: str
+    work: Callable[[Path], Any]
+    same: Callable[[Any, Any], bool]
+    exclusions: Mapping[str, str] = dataclasses.field(default_factory=dict)
+
+
 def check_round_trip(row: FileRow, folder: Path) -> None:
     path = folder / f"value{row.suffix}"
     for name in ("old", "new"):
@@ -107,12 +121,10 @@ def check_kill_leaves_old_or_new(row: FileRow, folder: Path) -> None:
     """SIGKILL before the n-th line that save runs, for n spread over all of them; the next save then succeeds."""
     path = folder / f"value{row.suffix}"
     row.save(path, row.old())
-    count = folder / "lines"
-    assert _exit_code(_count_lines, row, path, count) == 0
-    lines = int(count.read_text())
+    lines = _count_lines(folder / "lines", _save_new, row, path)
     row.save(path, row.old())
     for n in sorted({*range(1, lines, max(1, lines // 10)), lines - 1, lines}):
-        assert _exit_code(_save_until_line, row, path, n) == -signal.SIGKILL
+        assert _exit_code(_run_until_line, n, _save_new, row, path) == -signal.SIGKILL
         try:
             row.holds(path)
         except Exception as error:
@@ -121,28 +133,37 @@ def check_kill_leaves_old_or_new(row: FileRow, folder: Path) -> None:
     assert row.holds(path) == "new", "after a save that was killed, the next one has no effect"
 
 
-def _count_lines(row: FileRow, path: Path, result: Path) -> None:
-    """In a process of its own, as the saves that are killed: what is imported and cached counts."""
+def _save_new(row: FileRow, path: Path) -> None:
+    row.save(path, row.new())
+
+
+def _count_lines(result: Path, function: Callable[..., Any], *args: Any) -> int:
+    """In a process of its own, as the runs that are killed: what is imported and cached counts."""
+    assert _exit_code(_write_line_count, result, function, *args) == 0
+    lines = int(result.read_text())
+    result.unlink()
+    return lines
+
+
+def _write_line_count(result: Path, function: Callable[..., Any], *args: Any) -> None:
     count = 0
 
     def tick():
         nonlocal count
         count += 1
 
-    value = row.new()
-    _trace(tick, lambda: row.save(path, value))
+    _trace(tick, lambda: function(*args))
     result.write_text(str(count))
 
 
-def _save_until_line(row: FileRow, path: Path, n: int) -> None:
+def _run_until_line(n: int, function: Callable[..., Any], *args: Any) -> None:
     def tick():
         nonlocal n
         n -= 1
         if n == 0:
             os.kill(os.getpid(), signal.SIGKILL)
 
-    value = row.new()
-    _trace(tick, lambda: row.save(path, value))
+    _trace(tick, lambda: function(*args))
 
 
 def _trace(tick: Callable[[], None], call: Callable[[], Any]) -> None:
@@ -287,6 +308,37 @@ def check_refuses_damaged_files(row: FileRow, folder: Path) -> None:
             raise AssertionError(f"with byte {place} changed, it raises {error!r}, not a FileFormatError") from error
 
 
+def check_killed_work_goes_on(row: WorkRow, folder: Path) -> None:
+    """Whenever it is killed, what it has kept stays as it is, and the rest leads to the result of an unbroken run."""
+    (folder / "whole").mkdir()
+    lines = _count_lines(folder / "lines", row.work, folder / "whole")
+    expected, kept = row.work(folder / "whole"), 0
+    for n in range(1 + lines // 8, lines, 1 + lines // 8):
+        place = folder / str(n)
+        place.mkdir()
+        assert _exit_code(_run_until_line, n, row.work, place) == -signal.SIGKILL
+        before = _pieces(place)
+        kept += len(before)
+        assert row.same(row.work(place), expected), f"killed before line {n} of {lines}, it ends with another result"
+        after = _pieces(place)
+        assert all(after.get(name) == stamp for name, stamp in before.items()), "a piece that was done is done again"
+    assert kept, "it keeps no piece until the end"
+
+
+def check_broken_pieces_are_done_again(row: WorkRow, folder: Path) -> None:
+    expected = row.work(folder)
+    for name in _pieces(folder):
+        content = (folder / name).read_bytes()
+        (folder / name).write_bytes(content[: len(content) // 2])
+        assert row.same(row.work(folder), expected), "a piece of which half is there spoils the result"
+        assert (folder / name).read_bytes() == content, "a piece of which half is there is not done again"
+
+
+def _pieces(folder: Path) -> dict[str, tuple[int, int]]:
+    """Files that are not hidden, and what tells whether one was written again."""
+    return {path.name: (path.stat().st_ino, path.stat().st_mtime_ns) for path in folder.glob("[!.]*") if path.is_file()}
+
+
 def _exit_code(function: Callable[..., None], *args: Any) -> int:
     process = processes.Process(target=function, args=args)
     process.start()
@@ -308,4 +360,9 @@ CHECKS = (
     check_concurrent_writers,
     check_refuses_pickles,
     check_refuses_damaged_files,
+)
+
+WORK_CHECKS = (
+    check_killed_work_goes_on,
+    check_broken_pieces_are_done_again,
 )

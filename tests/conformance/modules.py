@@ -10,6 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
+from tests.conformance.distributed import in_new_process
+
 
 @dataclasses.dataclass(frozen=True)
 class ModuleRow:
@@ -20,7 +22,8 @@ class ModuleRow:
     name : str
         What the test is called.
     make : callable
-        ``make()`` gives a new float32 module on the CPU; two calls may differ in their initial weights.
+        ``make()`` gives a new float32 module on the CPU; two calls may differ in their initial weights. Like
+        ``inputs``, it is a function at the top of a module, or a ``partial`` of one: it travels to another process.
     inputs : callable
         ``inputs(n, generator)`` gives the positional arguments for a batch of n: tensors whose first axis is the batch,
         float32 where they are real.
@@ -103,30 +106,34 @@ def check_autocast(row: ModuleRow) -> None:
         outputs = _outputs(module, inputs)
     for output, reference in zip(outputs, expected, strict=True):  # bfloat16 keeps 8 bits
         torch.testing.assert_close(output.to(reference.dtype), reference, rtol=0.1, atol=0.1)
-    _loss(outputs).backward()
-    for name, p in module.named_parameters():
-        if p.requires_grad:
-            assert p.grad is not None, f"{name} gets no gradient under autocast"
-            assert p.grad.dtype == torch.float32, f"{name} gets a {p.grad.dtype} gradient under autocast"
+    trained = {name: p for name, p in module.named_parameters() if p.requires_grad}
+    if trained:
+        _loss(outputs).backward()
+    for name, p in trained.items():
+        assert p.grad is not None, f"{name} gets no gradient under autocast"
+        assert p.grad.dtype == torch.float32, f"{name} gets a {p.grad.dtype} gradient under autocast"
 
 
 def check_compiles_as_one_graph(row: ModuleRow) -> None:
     """Forward and backward equal the eager ones.
 
     The backend traces both and runs them eagerly (``aot_eager``): a graph break or a change of the module's own state
-    is found without the minute that generating and compiling C++ would take.
+    is found without the minute that generating and compiling C++ would take. In a process of its own, since the type
+    checks of the test run cannot be traced.
     """
-    torch._dynamo.reset()
+    in_new_process(_compile, row)
+
+
+def _compile(row: ModuleRow) -> None:
     module, inputs = row.make().eval(), row.batch()
     twin = copy.deepcopy(module)
     compiled = torch.compile(twin, backend="aot_eager", fullgraph=True)
     expected, outputs = _outputs(module, inputs), _outputs(compiled, inputs)
     for output, reference in zip(outputs, expected, strict=True):
         torch.testing.assert_close(output, reference, msg="compiled, the module gives other outputs")
-    if not any(p.requires_grad for p in module.parameters()):
-        return
-    _loss(expected).backward()
-    _loss(outputs).backward()
+    if any(p.requires_grad for p in module.parameters()):
+        _loss(expected).backward()
+        _loss(outputs).backward()
     for p, q in zip(module.parameters(), twin.parameters(), strict=True):
         torch.testing.assert_close(q.grad, p.grad, msg="compiled, the module gives other gradients")
 

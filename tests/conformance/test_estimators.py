@@ -39,13 +39,26 @@ def calibrator(kind, **settings):
     return EstimatorRow(kind.__name__, lambda: kind(**settings), probabilities, exclusions=exclusions)
 
 
-def calibrated(name, **settings):
-    return EstimatorRow(f"CalibratedClassifier-{name}", lambda: CalibratedClassifier(**settings), three_classes)
+def calibrated(name, exclusions, **settings):
+    make = lambda: CalibratedClassifier(**settings)  # noqa: E731
+    return EstimatorRow(f"CalibratedClassifier-{name}", make, three_classes, exclusions=exclusions)
+
+
+FROZEN = FrozenEstimator(LogisticRegression().fit(*three_classes()))
+FOLDS = {
+    "check_sample_weight": "a row that stands twice may be in two folds, a row of weight two is in one",
+    "check_order_of_rows_is_nothing": "the folds are cut in the order of the rows",
+}
+FITTED = {
+    "check_scikit_learn_contract": "the frozen classifier knows the columns that it was fitted on, and no others",
+    "check_labels_are_names": "the frozen classifier knows the names that it was fitted to, and no others",
+}
 
 
 ROWS = (
-    calibrated("default"),
-    calibrated("naive_bayes", estimator=GaussianNB(), method="temperature", ensemble=False),
+    calibrated("default", FOLDS),
+    calibrated("naive_bayes", FOLDS, estimator=GaussianNB(), method="temperature", ensemble=False),
+    calibrated("frozen", FITTED, estimator=FROZEN),
     calibrator(NormalizationAwareIsotonicCalibrator),
     calibrator(SortedCumulativeIsotonicCalibrator),
     calibrator(FlattenedIsotonicCalibrator),
@@ -56,6 +69,8 @@ ROWS = (
 )
 
 
+# The checks give weights to whatever takes them, and a frozen classifier does not.
+@pytest.mark.filterwarnings("ignore:FrozenEstimator.fit takes no sample_weight:heedful.errors.HeedfulWarning")
 @pytest.mark.parametrize(("check", "row"), cases(ROWS, CHECKS))
 def test_estimator(check, row):
     check(row)

@@ -30,9 +30,12 @@ def fitted(calibrator):
     return calibrator().fit(P.numpy(), y)
 
 
-def row(calibrator, **exclusions):
-    make = lambda: fitted(calibrator).torch_module()  # noqa: E731
-    return ModuleRow(f"{calibrator.__name__}.torch_module", make, probabilities, exclusions=exclusions)
+def torch_module(calibrator):
+    return fitted(calibrator).torch_module()
+
+
+def row(calibrator):
+    return ModuleRow(f"{calibrator.__name__}.torch_module", functools.partial(torch_module, calibrator), probabilities)
 
 
 ROWS = (

@@ -12,7 +12,7 @@ import pytest
 from heedful._files import write_atomic
 from heedful.errors import FileFormatError
 from tests.conformance import cases
-from tests.conformance.files import CHECKS, FileRow
+from tests.conformance.files import CHECKS, WORK_CHECKS, FileRow, WorkRow
 
 
 def old():
@@ -136,6 +136,57 @@ WRONG = {
 }
 
 
+def square(piece):
+    return np.array([piece**2])
+
+
+def resume(folder):
+    """Four squares and their sum, a file for each square."""
+    total = 0
+    for piece in range(1, 5):
+        path = folder / f"{piece}.npy"
+        try:
+            done = load(path)
+        except (FileNotFoundError, FileFormatError):
+            done = square(piece)
+            save(path, done)
+        total += int(done[0])
+    return total
+
+
+def start_over(folder):
+    for piece in range(1, 5):
+        save(folder / f"{piece}.npy", square(piece))
+    return 30
+
+
+def keep_nothing(folder):
+    return sum(int(square(piece)[0]) for piece in range(1, 5))
+
+
+def trust_what_is_there(folder):
+    total = 0
+    for piece in range(1, 5):
+        path = folder / f"{piece}.npy"
+        if not path.exists():
+            write_in_place(path, square(piece))
+        total += int(read_what_there_is(path).sum())
+    return total
+
+
+def equal(left, right):
+    return left == right
+
+
+WRONG_WORK = {
+    "killed_work_goes_on": {
+        start_over: "a piece that was done is done again",
+        keep_nothing: "keeps no piece",
+    },
+    "broken_pieces_are_done_again": {trust_what_is_there: "a piece of which half is there spoils the result"},
+}
+
+
 @pytest.mark.parametrize(("check", "row"), cases([GOOD], CHECKS))
 def test_a_right_format_passes(check, row, tmp_path):
     check(row, tmp_path)
@@ -154,5 +205,24 @@ def test_wrong_formats_are_caught(check, wrong, message, tmp_path):
         {check.__name__: check for check in CHECKS}[check](dataclasses.replace(GOOD, **wrong), tmp_path)
 
 
+@pytest.mark.parametrize(("check", "row"), cases([WorkRow("squares", resume, equal)], WORK_CHECKS))
+def test_right_work_passes(check, row, tmp_path):
+    check(row, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("check", "wrong", "message"),
+    [
+        pytest.param(f"check_{name}", wrong, message, id=f"{wrong.__name__}-{name}")
+        for name, table in WRONG_WORK.items()
+        for wrong, message in table.items()
+    ],
+)
+def test_wrong_work_is_caught(check, wrong, message, tmp_path):
+    with pytest.raises(AssertionError, match=message):
+        {check.__name__: check for check in WORK_CHECKS}[check](WorkRow(wrong.__name__, wrong, equal), tmp_path)
+
+
 def test_every_check_is_known_to_fail():
     assert {f"check_{name}" for name in WRONG} == {check.__name__ for check in CHECKS}
+    assert {f"check_{name}" for name in WRONG_WORK} == {check.__name__ for check in WORK_CHECKS}

@@ -1,5 +1,7 @@
 """The module checks pass what is right and catch what is wrong: each has at least one object that it must refuse."""
 
+from functools import partial
+
 import pytest
 import torch
 from torch import nn
@@ -114,11 +116,15 @@ class LooksAtItsNeighbours(Scaled):
         return super().forward(x - x.mean(0))
 
 
+def embedding():
+    return nn.Sequential(nn.Embedding(7, 4), nn.Linear(4, 2))
+
+
 GOOD = (
-    ModuleRow("layer_norm", lambda: nn.LayerNorm(4), vectors),
-    ModuleRow("batch_norm", lambda: nn.BatchNorm1d(4), vectors),
+    ModuleRow("layer_norm", partial(nn.LayerNorm, 4), vectors),
+    ModuleRow("batch_norm", partial(nn.BatchNorm1d, 4), vectors),
     ModuleRow("scaled", Scaled, vectors),
-    ModuleRow("embedding", lambda: nn.Sequential(nn.Embedding(7, 4), nn.Linear(4, 2)), tokens),
+    ModuleRow("embedding", embedding, tokens),
 )
 WRONG = {
     "state_dict_holds_all_state": {

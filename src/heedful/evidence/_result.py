@@ -38,7 +38,7 @@ class TrialRecord(Report):
 
 
 @dataclasses.dataclass(frozen=True)
-class StudyResult(Report):
+class StudyResult:
     """The answer to a study's question under one budget.
 
     ``trials`` are the evaluation trials, ``tuning`` those that chose the settings, ``chosen`` the settings by (task, arm),
