@@ -1,3 +1,5 @@
+import contextlib
+import io
 import json
 import subprocess
 import sys
@@ -8,8 +10,10 @@ import pytest
 from typer.testing import CliRunner
 
 from heedful import cli
+from heedful._results import Event, report_progress
 from heedful.catalog import methods
 from heedful.cli import _studies
+from heedful.cli._progress import bars
 from heedful.errors import InputError, ParameterError
 from heedful.evidence import Store
 from tests.evidence import toys
@@ -132,3 +136,30 @@ def test_help_is_quick():
     start = time.perf_counter()
     subprocess.run([sys.executable, "-m", "heedful.cli", "--help"], capture_output=True, check=True)
     assert time.perf_counter() - start < 5
+
+
+def test_what_could_not_be_written_is_refused_before_any_work(run, tmp_path):
+    for options in (("-o", "nowhere/r.html"), ("--export", "nowhere/t.parquet")):
+        assert "Create it" in str(run("study", "tsam", *options, error=FileNotFoundError).exception)
+    assert "is a folder" in str(run("study", "tsam", "-o", tmp_path, error=IsADirectoryError).exception)
+    assert not (tmp_path / "trials.sqlite").exists()
+
+
+def test_report_makes_no_store(run, tmp_path):
+    error = run("report", "tsam", "--store", "typo.sqlite", error=InputError).exception
+    assert "There is no store of trials at typo.sqlite. Run: heedful study tsam" in str(error)
+    assert not (tmp_path / "typo.sqlite").exists()
+
+
+def test_bars_stay_out_of_what_a_trial_prints_in_this_process(monkeypatch):
+    def show_while_a_trial_prints():
+        with bars(), contextlib.redirect_stderr(io.StringIO()) as trial:
+            report_progress(Event("phase", 1, 2))
+            time.sleep(0.3)  # the bars are drawn ten times a second
+        return trial.getvalue()
+
+    terminal = io.StringIO()
+    monkeypatch.setattr(sys, "stderr", terminal)
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    assert show_while_a_trial_prints() == ""
+    assert "phase" in terminal.getvalue()

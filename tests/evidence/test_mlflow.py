@@ -77,3 +77,19 @@ def wait_for(url, seconds=90):
             if time.monotonic() > deadline:
                 raise
             time.sleep(0.2)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+def test_a_copy_that_was_interrupted_is_made_again(result, tmp_path, monkeypatch):
+    uri = f"sqlite:///{tmp_path}/mlflow.db"
+    with monkeypatch.context() as patch:
+        patch.setattr(mlflow.MlflowClient, "set_terminated", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            copy_to_mlflow(result, uri)
+    assert copy_to_mlflow(result, uri) == 9
+    assert copy_to_mlflow(result, uri) == 0
+
+
+def interrupt(*args, **kwargs):
+    raise KeyboardInterrupt

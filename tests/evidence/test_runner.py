@@ -183,3 +183,22 @@ def test_overhead_of_a_trial_is_below_50_ms(path):
     start = time.perf_counter()
     run_study(study, engine="inline", store=path)
     assert (time.perf_counter() - start) / (2 * 38) < 0.05
+
+
+def test_after_an_interrupt_the_same_process_may_run_the_study_again(path):
+    study = toys.one_arm(interrupted, path=str(path))
+    with pytest.raises(KeyboardInterrupt):
+        run_study(study, engine="inline", store=path)
+    assert {t.status for t in run_study(study, engine="inline", store=path).trials} == {"done"}
+
+
+def interrupted(task, *, budget, seed, path):
+    with Store(path) as store:
+        if len(store.to_frame()) == 1:
+            raise KeyboardInterrupt
+    return toys.plain(task, budget=budget, seed=seed)
+
+
+def test_seeds_that_would_both_choose_and_evaluate_are_refused(path):
+    with pytest.raises(InputError, match="has 1001 seeds, but settings are chosen with the seeds from 1000 on"):
+        run_study(toys.one_arm(toys.plain, seeds=1001), store=path)

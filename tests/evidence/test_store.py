@@ -139,3 +139,58 @@ def test_a_store_of_a_later_format_is_refused(path):
     db.close()
     with pytest.raises(FileFormatError, match="has format 99; this heedful knows 1"):
         Store(path)
+
+
+def test_two_stores_with_fresh_share_what_either_runs_after_both_were_opened(path):
+    with Store(path) as store:
+        store.claim(TRIAL)
+        store.finish(TRIAL, FAILED)
+    for option in ("fresh", "retry"):
+        with Store(path, **{option: True}) as one, Store(path, **{option: True}) as other:
+            assert one.claim(TRIAL) == "mine"
+            one.finish(TRIAL, FAILED)
+            assert other.claim(TRIAL) == "ended"
+            assert one.record(TRIAL) == other.record(TRIAL) is not None
+
+
+def test_fresh_does_not_take_collected_trials_for_its_own(tmp_path, path):
+    with Store(tmp_path / "other.sqlite") as other:
+        other.claim(TRIAL)
+        other.finish(TRIAL, DONE)
+    with Store(path, fresh=True) as store:
+        store.collect(tmp_path / "other.sqlite")
+        assert store.claim(TRIAL) == "mine"
+
+
+def test_what_is_released_may_be_claimed_again_though_the_process_lives(path):
+    with Store(path) as store, Store(path) as other:
+        store.claim(TRIAL)
+        store.release()
+        assert other.claim(TRIAL) == "mine"
+
+
+def test_the_database_of_another_program_is_refused_and_left_as_it_is(path):
+    db = sqlite3.connect(path)
+    db.execute("CREATE TABLE trials (trial_id INTEGER)")  # as Optuna has one
+    db.commit()
+    db.close()
+    before = path.read_bytes()
+    with pytest.raises(FileFormatError, match="is not a store of trials but another program's"):
+        Store(path)
+    assert path.read_bytes() == before
+
+
+def test_a_damaged_store_a_folder_and_a_full_disk_are_told_apart(tmp_path, path):
+    with pytest.raises(IsADirectoryError, match="is a folder"):
+        Store(tmp_path)
+    with Store(path) as store:
+        store._db.execute("PRAGMA max_page_count = 8")  # no page can be added, as on a full disk
+        store.claim(TRIAL)
+        with pytest.raises(OSError, match=r"cannot be used: database or disk is full\. Make it writable, free space"):
+            store.finish(TRIAL, dataclasses.replace(DONE, log="x" * 100_000))
+        assert store.record(TRIAL) is None
+    damaged = bytearray(path.read_bytes())
+    damaged[4096:] = b"\xff" * (len(damaged) - 4096)
+    path.write_bytes(damaged)
+    with pytest.raises(FileFormatError, match="is not a store of trials"), Store(path) as store:
+        store.claim(TRIAL)

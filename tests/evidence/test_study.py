@@ -88,3 +88,17 @@ def test_with_task_moves_claims_and_budgets_to_the_new_task():
     assert moved.claims == (Claim("shifted", beats="plain", on="score"),)
     assert moved.budgets["quick"].tasks is None
     assert moved.budgets["quick"].steps == 7
+
+
+@pytest.mark.parametrize(
+    ("grid", "message"),
+    [
+        ({"shift": [1.0, 1.0, 2.0]}, "the grid of arm 'a' has a point twice"),
+        ([{"shift": (1, 2)}, {"shift": [1, 2]}], "the grid of arm 'a' has a point twice"),  # one and the same trial
+        ({"seed": [1, 2]}, r"the grid of arm 'a' sets \['seed'\], which the study gives to every trial"),
+    ],
+)
+def test_a_grid_whose_points_are_no_settings_of_their_own_is_refused(grid, message):
+    with pytest.raises(InputError, match=message):
+        toys.study(arms={"a": Arm(toys.add, grid=grid)}, claims=[])
+    assert len(toys.study(arms={"a": Arm(toys.add, grid={"shift": [1, 1.0, True]})}, claims=[]).arms["a"].points) == 3

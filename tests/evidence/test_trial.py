@@ -1,5 +1,7 @@
 import dataclasses
 import os
+import time
+from functools import partial
 
 import numpy as np
 import pytest
@@ -94,6 +96,14 @@ def test_costs_have_measured_seconds_and_memory_beside_the_arms_own():
     assert 0 <= result.costs["peak_mib"] < 1000
 
 
+def unchecked(**wrong):
+    """An outcome of wrong types, past the type checker of the tests, which users do not have."""
+    outcome = toys.Outcome({"score": 1.0, "spent": 1.0})
+    for name, value in wrong.items():
+        object.__setattr__(outcome, name, value)
+    return outcome
+
+
 @pytest.mark.parametrize(
     ("outcome", "reason"),
     [
@@ -101,6 +111,9 @@ def test_costs_have_measured_seconds_and_memory_beside_the_arms_own():
         (toys.Outcome({"score": 1.0}), "the outcome lacks spent"),
         (toys.Outcome({"score": 1.0, "spent": 1.0, "speed": 2.0}), "metrics that the study does not declare: speed"),
         (toys.Outcome({"score": float("inf"), "spent": 1.0}), "score is inf"),
+        (unchecked(metrics={"score": "high", "spent": 1.0}), "TypeError: must be real number, not str"),
+        (unchecked(costs={"steps": "few"}), "ValueError: could not convert string to float"),
+        (unchecked(metrics=None), "TypeError"),
     ],
 )
 def test_a_wrong_outcome_is_a_failure_with_its_reason(outcome, reason):
@@ -120,3 +133,84 @@ def test_of_long_output_the_end_is_kept_without_terminal_colours():
     assert tail("x" * 30_000 + "end").endswith("xend")
     assert tail("x" * 30_000).startswith("[… 10000 characters]")
     assert tail("\x1b[31mred\x1b[0m") == "red"
+
+
+def bound(value):
+    """An arm whose name and file do not tell its value."""
+
+    def run(task, *, budget, seed):
+        return value
+
+    return run
+
+
+class Bound:
+    def __init__(self, value):
+        self.value = value
+
+    def run(self, task, *, budget, seed):
+        return self.value
+
+    def __call__(self, task, *, budget, seed):
+        return self.value
+
+
+def long_array(value):
+    array = np.zeros(5000)  # NumPy shows its ends only
+    array[2500] = value
+    return partial(toys.plain, array=array)
+
+
+@pytest.mark.parametrize("make", [bound, lambda value: Bound(value).run, Bound, long_array])
+def test_code_version_covers_whatever_values_are_bound_to_an_arm(make):
+    one, same, other = (
+        code_version(toys.study(arms={"a": Arm(make(value), untuned="no")}, claims=[])) for value in (1, 1, 2)
+    )
+    assert one == same != other
+
+
+def test_code_version_changes_with_the_metrics_that_an_outcome_must_have():
+    assert code_version(toys.study()) != code_version(toys.study(tune_on="spent"))
+
+
+def untidy(task, *, budget, seed):
+    value = (torch.tensor(1.5).dtype == torch.float32) + torch.is_grad_enabled() + (os.environ.get("UNTIDY") is None)
+    torch.set_default_dtype(torch.float64)
+    torch.set_grad_enabled(False)
+    np.seterr(all="ignore")
+    os.environ["UNTIDY"] = "1"
+    os.chdir("/")
+    return toys.Outcome({"score": float(value), "spent": 0.0})
+
+
+def test_no_trial_sees_the_global_settings_of_another_or_of_the_caller():
+    before = os.getcwd(), np.geterr()
+    trial = dataclasses.replace(TRIAL, arm="only", settings={})
+    torch.set_default_dtype(torch.float64)
+    try:
+        for _ in range(2):
+            assert execute(toys.one_arm(untidy), trial, Budget(seeds=1)).metrics["score"] == 3
+        assert torch.get_default_dtype() == torch.float64
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert torch.is_grad_enabled()
+    assert (os.getcwd(), np.geterr()) == before
+    assert "UNTIDY" not in os.environ
+
+
+def test_a_copy_of_the_process_that_an_arm_forks_hands_over_nothing(tmp_path):
+    def forks(task, *, budget, seed):
+        pid = os.fork()
+        if pid:
+            os.waitpid(pid, 0)
+        return toys.Outcome({"score": 1.0, "spent": 0.0})
+
+    execute(toys.one_arm(forks), dataclasses.replace(TRIAL, arm="only", settings={}), Budget(seeds=1))
+    (tmp_path / str(os.getpid())).touch()
+    assert len(list(tmp_path.iterdir())) == 1
+
+
+def test_colours_of_very_long_output_are_not_read_through():
+    start = time.perf_counter()
+    assert "[31m" not in tail("\x1b[31mred\x1b[0m\n" * 1_000_000)[100:]
+    assert time.perf_counter() - start < 1

@@ -70,3 +70,39 @@ def test_changed_source_of_the_task_is_another_trial(module, tmp_path):
     (tmp_path / f"{module}.py").write_text(RIGHT + "\n# changed\n")
     after = load_task(f"{module}:build", toys.study()).tasks[f"{module}:build"].data
     assert before != after
+
+
+def test_a_task_may_be_a_partial_function_or_an_object_that_is_called(module, tmp_path):
+    (tmp_path / f"{module}.py").write_text(
+        RIGHT
+        + "\nimport functools\npart = functools.partial(build)\n"
+        + "class Maker:\n    def __call__(self, *, split, seed):\n        return build(split=split, seed=seed)\n"
+        + "maker = Maker()\n"
+    )
+    sources = {str(load_task(f"{module}:{name}", toys.study()).tasks[f"{module}:{name}"].data) for name in FORMS}
+    assert len(sources) == 1
+    assert "source" in sources.pop()
+
+
+FORMS = ("build", "part", "maker")
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (
+            "def build(*, split, seed):\n    raise OSError('no such disk')",
+            r"seed=0: OSError: no such disk \(.*, line 2\)",
+        ),
+        ("def build(*, split, seed):\n    raise SystemExit(0)", "seed=0: SystemExit: 0"),
+        ("raise SystemExit(0)", "cannot be imported: SystemExit: 0"),
+        ("x = = 1", "cannot be imported: SyntaxError"),
+        ("def build(*, split, seed, path): ...", r"function of split and seed \(missing a required argument: 'path'\)"),
+        ("def build(split, seed, /): ...", r"function of split and seed \('split' parameter is positional only"),
+        ("def build(*, split, seed): ...\nbuild.data = 5", "must be a mapping of names to checksums; got 5"),
+    ],
+)
+def test_whatever_a_users_module_does_is_told_with_its_place(module, tmp_path, text, message):
+    (tmp_path / f"{module}.py").write_text(text)
+    with pytest.raises(InputError, match=message):
+        load_task(f"{module}:build", toys.study())

@@ -472,6 +472,17 @@ def test_without_the_model_every_evaluation_updates_statistics():
     assert model[1].num_batches_tracked == 4
 
 
+def test_normalisation_that_tracks_nothing_or_evaluates_is_left_alone():
+    untracked, evaluating = nn.BatchNorm2d(4, track_running_stats=False), nn.InstanceNorm2d(4, track_running_stats=True)
+    model = nn.Sequential(*cnn()[:1], untracked, evaluating, *cnn()[2:])
+    evaluating.eval()
+    seen = []
+    evaluating.register_forward_pre_hook(lambda module, _: seen.append(module.track_running_stats))
+    train(model, TiltedSAM(model.parameters(), model=model, lr=0.1, generator=seeded()), 1)
+    assert not untracked.track_running_stats
+    assert seen == [True] * 6
+
+
 def test_frozen_batch_norm_stays_in_evaluation_mode():
     model = cnn()
     model[1].eval()
@@ -493,6 +504,37 @@ def test_parameters_that_the_loss_does_not_reach_are_perturbed_and_come_home():
     assert not any(torch.equal(place, torch.full((3,), 0.1)) for place in seen)
     assert torch.equal(unused.detach(), torch.full((3,), 0.1))
     assert unused.grad is None
+
+
+def test_a_parameter_frozen_in_the_midst_of_training_stays_whatever_gradient_it_had():
+    left, right = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2))
+    optimizer = TiltedSAM([left, right], radius=0.1, lr=0.1, generator=seeded())
+
+    def closure():  # clears nothing
+        (loss := (left + right).square().sum()).backward()
+        return loss
+
+    optimizer.step(closure)
+    left.requires_grad_(False)
+    before = left.detach().clone()
+    optimizer.step(closure)
+    assert torch.equal(left, before)
+
+
+def test_a_base_optimizer_that_begins_with_a_state_keeps_it():
+    class Counting(torch.optim.SGD):
+        def __init__(self, params, **settings):
+            super().__init__(params, **settings)
+            self.state["steps"] = {"taken": 0}
+
+        def step(self, closure=None):
+            self.state["steps"]["taken"] += 1
+            return super().step(closure)
+
+    w, closure, _ = point([1.0], lambda w: w.square().sum())
+    optimizer = SAM([w], Counting, lr=0.1)
+    optimizer.step(closure)
+    assert optimizer.state["steps"]["taken"] == 1
 
 
 def test_dropout_and_noise_repeat_and_noise_leaves_the_global_generator_alone():

@@ -43,7 +43,14 @@ def main() -> None:
 
     try:
         app(standalone_mode=True)
-    except (ParameterError, InputError, FileFormatError, FileNotFoundError, FileExistsError) as error:
+    except (
+        ParameterError,
+        InputError,
+        FileFormatError,
+        FileNotFoundError,
+        FileExistsError,
+        IsADirectoryError,
+    ) as error:
         _stop(error, status=2)
     except (HeedfulError, OSError) as error:
         _stop(error, status=1)

@@ -1,6 +1,7 @@
 """Progress bars on standard error for whatever reports progress."""
 
 import contextlib
+import sys
 from collections.abc import Iterator
 
 from heedful._results import Event, progress
@@ -29,7 +30,8 @@ def bars(*, quiet: bool = False) -> Iterator[None]:
         TimeElapsedColumn(),
         TimeRemainingColumn(),
     )
-    with Progress(*columns, console=Console(stderr=True)) as shown:
+    # The stream of now: a trial that runs in this process has its own for a while, and the bars do not belong there.
+    with Progress(*columns, console=Console(file=sys.stderr)) as shown:
         tasks = {}
 
         def show(event: Event) -> None:

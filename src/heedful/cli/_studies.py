@@ -116,6 +116,9 @@ def study(
 
     if mlflow is not None:
         check_uri(mlflow)
+    for path in (out, export):
+        if path is not None:
+            _check_output(path)
     chosen = _studies(slugs, task)
     command = shlex.join(["heedful", *sys.argv[1:]])
     with Store(store, fresh=fresh, retry=retry) as opened:
@@ -161,8 +164,14 @@ def report(
     Example: heedful report isotonic --quick -o isotonic.html
     """
     from heedful.evidence import Store, stored_result
+    from heedful.evidence._store import default_path
 
-    with Store(store) as opened:
+    _check_output(out)
+    path = store or default_path()
+    if not path.exists():
+        again = shlex.join(["heedful", "study", *(slugs or [])])
+        raise InputError(f"There is no store of trials at {path}. Run: {again}")
+    with Store(path) as opened:
         results = [
             stored_result(
                 one,
@@ -174,6 +183,14 @@ def report(
             for one in _studies(slugs, task)
         ]
     _hand_over(results, out, as_json)
+
+
+def _check_output(path: Path) -> None:
+    """Refuse before the work what could not be written after it."""
+    if path.is_dir():
+        raise IsADirectoryError(f"{path} is a folder. Give the path of a file in it.")
+    if not path.parent.is_dir():
+        raise FileNotFoundError(f"{path}: the folder {path.parent} does not exist. Create it, or choose another path.")
 
 
 def _hand_over(results: "list[StudyResult]", out: Path, as_json: bool) -> None:

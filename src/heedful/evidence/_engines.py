@@ -7,21 +7,22 @@ bit for bit. The runner keeps at most ``workers`` trials in flight.
 import concurrent.futures
 import contextlib
 import dataclasses
-import io
 import os
+import pickle
 import signal
 import sys
 import tempfile
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
+from concurrent.futures.process import BrokenProcessPool
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Literal, Protocol, runtime_checkable
 
-from heedful.errors import MissingExtraError, ParameterError
+from heedful.errors import InputError, MissingExtraError, ParameterError
 from heedful.evidence._study import Budget, Study
-from heedful.evidence._trial import Result, Trial, execute, tail
+from heedful.evidence._trial import Result, TimeIsUp, Trial, execute, tail
 
 _RAY_START_S = 60.0  # what a Ray worker may take to start and import before its trial counts as stuck
 
@@ -35,7 +36,7 @@ class Engine(Protocol):
     workers: int
 
     def submit(self, study: Study, trial: Trial, budget: Budget) -> "Future[Result]":
-        """Start a trial. The future never raises: whatever happens to the trial is its result."""
+        """Start a trial. Whatever happens to it is its result; the future raises only if the engine itself is broken."""
         ...
 
     def close(self) -> None:
@@ -71,19 +72,21 @@ class _Inline:
     workers = 1
 
     def submit(self, study: Study, trial: Trial, budget: Budget) -> "Future[Result]":
-        output = io.StringIO()
-        with contextlib.redirect_stdout(output), contextlib.redirect_stderr(output):
-            result = _execute_in_time(study, trial, budget)
-        future: Future[Result] = Future()
-        future.set_result(_with_log(result, output.getvalue()))
+        # A file, so that arms may write bytes to sys.stdout.buffer here as on the other engines.
+        with tempfile.TemporaryDirectory(prefix="heedful-") as folder:
+            log = Path(folder) / "log"
+            with (
+                log.open("w", encoding="utf-8", errors="replace") as output,
+                contextlib.redirect_stdout(output),
+                contextlib.redirect_stderr(output),
+            ):
+                result = _execute_in_time(study, trial, budget)
+            future: Future[Result] = Future()
+            future.set_result(_with_log(result, log))
         return future
 
     def close(self) -> None:
         pass
-
-
-class _TimeIsUp(BaseException):
-    """Raised into a trial that is over its limit; no ``except Exception`` of an arm may swallow it."""
 
 
 @contextlib.contextmanager
@@ -94,7 +97,7 @@ def _time_limit(seconds: float) -> Iterator[None]:
         return
 
     def ring(signum, frame):
-        raise _TimeIsUp
+        raise TimeIsUp
 
     before = signal.signal(signal.SIGALRM, ring)
     signal.setitimer(signal.ITIMER_REAL, seconds)
@@ -109,7 +112,7 @@ def _execute_in_time(study: Study, trial: Trial, budget: Budget) -> Result:
     try:
         with _time_limit(budget.timeout_s):
             return execute(study, trial, budget)
-    except _TimeIsUp:
+    except TimeIsUp:
         return _timed_out(budget)
 
 
@@ -124,11 +127,28 @@ class _Processes:
         self._logs = tempfile.TemporaryDirectory(prefix="heedful-")
 
     def submit(self, study: Study, trial: Trial, budget: Budget) -> "Future[Result]":
+        try:
+            pickle.dumps(study)
+        except Exception as error:
+            raise InputError(
+                f"Study {study.slug!r} cannot be sent to worker processes ({error}). Write its arms and tasks as functions "
+                'of a module, with functools.partial for their settings, or choose engine="inline".'
+            ) from error
         log = Path(self._logs.name) / trial.key
         arguments = [execute, study, trial, budget, log]
-        inner = self._pool.schedule(_logged, args=arguments, timeout=budget.timeout_s)
+        try:
+            inner = self._pool.schedule(_logged, args=arguments, timeout=budget.timeout_s)
+        except RuntimeError as error:
+            raise _broken(error) from error
         outer: Future[Result] = Future()
-        inner.add_done_callback(lambda future: outer.set_result(self._result(future, budget, log)))
+
+        def finish(future: Future) -> None:
+            try:
+                outer.set_result(self._result(future, budget, log))
+            except BaseException as error:  # Without it the runner would wait forever.
+                outer.set_exception(error)
+
+        inner.add_done_callback(finish)
         return outer
 
     def _result(self, future: Future, budget: Budget, log: Path) -> Result:
@@ -140,16 +160,25 @@ class _Processes:
             result = _timed_out(budget)
         except ProcessExpired as death:
             result = Result("failed", _death(death.exitcode))
+        except BrokenProcessPool as error:
+            raise _broken(error) from error
         except BaseException as error:
             result = Result("failed", f"{type(error).__name__}: {error}")
-        text = log.read_text(errors="replace") if log.exists() else ""
+        result = _with_log(result, log)
         log.unlink(missing_ok=True)
-        return _with_log(result, text)
+        return result
 
     def close(self) -> None:
         self._pool.stop()
         self._pool.join()
         self._logs.cleanup()
+
+
+def _broken(error: BaseException) -> ChildProcessError:
+    return ChildProcessError(
+        f"The worker processes do not start, or die without a trial ({error}). A script must call run_study under "
+        '`if __name__ == "__main__":`, and they must be able to import what it imports. engine="inline" needs none.'
+    )
 
 
 def _logged(run: Callable, study: Study, trial: Trial, budget: Budget, log: Path) -> Result:
@@ -227,12 +256,12 @@ class _Ray:
 def _execute_captured(study: Study, trial: Trial, budget: Budget) -> Result:
     with tempfile.TemporaryDirectory(prefix="heedful-") as folder:
         log = Path(folder) / "log"
-        result = _logged(_execute_in_time, study, trial, budget, log)
-        return _with_log(result, log.read_text(errors="replace"))
+        return _with_log(_logged(_execute_in_time, study, trial, budget, log), log)
 
 
-def _with_log(result: Result, output: str) -> Result:
-    """The result with what the trial printed before its traceback."""
+def _with_log(result: Result, log: Path) -> Result:
+    """The result with what the trial printed, as far as there is a file of it, before its traceback."""
+    output = log.read_text(encoding="utf-8", errors="replace") if log.exists() else ""
     return dataclasses.replace(result, log=tail(output + result.log))
 
 
@@ -242,7 +271,8 @@ def _timed_out(budget: Budget) -> Result:
 
 def _death(exitcode: int | None) -> str:
     if exitcode is not None and exitcode < 0:
-        name = signal.Signals(-exitcode).name
+        known = -exitcode in set(signal.Signals)  # real-time signals have no name
+        name = signal.Signals(-exitcode).name if known else f"signal {-exitcode}"
         hint = ", as the system does when memory runs out" if name == "SIGKILL" else ""
         return f"its process was killed by {name}{hint}"
     return f"its process ended{'' if exitcode is None else f' with exit status {exitcode}'} before the trial did"

@@ -45,7 +45,8 @@ def _present(client, experiment_id: str) -> set[str]:
     token = None
     while True:
         page = client.search_runs([experiment_id], max_results=1000, page_token=token)
-        names |= {run.info.run_name for run in page}
+        # A copy that was interrupted is still "RUNNING": it is made again.
+        names |= {run.info.run_name for run in page if run.info.status in ("FINISHED", "FAILED")}
         token = page.token
         if not token:
             return names

@@ -109,6 +109,11 @@ class _Plan:
             raise InputError(f"threads must be >= 1; got {threads}.")
         self.study, self.name, self.threads = study, budget, threads
         self.budget: Budget = study.budgets[budget]
+        if self.budget.seeds > FIRST_TUNING_SEED:
+            raise InputError(
+                f"Study {study.slug!r}: budget {budget!r} has {self.budget.seeds} seeds, but settings are chosen with the "
+                f"seeds from {FIRST_TUNING_SEED} on. Give at most {FIRST_TUNING_SEED}, so that none does both."
+            )
         self.tasks: Sequence[str] = self.budget.tasks or tuple(study.tasks)
         self.code = code_version(study)
 
@@ -196,6 +201,14 @@ def _run_all(
     study: Study, budget: Budget, trials: Sequence[Trial], store: Store, engine: Engine, *, phase: str
 ) -> None:
     """Run every trial that has not ended, at most ``engine.workers`` at a time; wait for those of other coordinators."""
+    try:
+        _run_each(study, budget, trials, store, engine, phase)
+    except BaseException:
+        store.release()  # A notebook lives on after an interrupt: it would wait for its own trials forever.
+        raise
+
+
+def _run_each(study: Study, budget: Budget, trials: Sequence[Trial], store: Store, engine: Engine, phase: str) -> None:
     waiting = list(trials)
     running: dict[Future[Result], Trial] = {}
     done = 0

@@ -44,7 +44,7 @@ CREATE TABLE IF NOT EXISTS trials (
 def default_path() -> Path:
     """``$HEEDFUL_STORE``, else a file in the user's data directory."""
     if chosen := os.environ.get("HEEDFUL_STORE"):
-        return Path(chosen)
+        return Path(chosen).expanduser()
     return platformdirs.user_data_path("heedful", ensure_exists=True) / "studies.sqlite"
 
 
@@ -69,20 +69,31 @@ class Store:
         self._me = psutil.Process()
         if not self.path.parent.is_dir():
             raise FileNotFoundError(f"{self.path}: the folder {self.path.parent} does not exist. Create it first.")
-        self._db = sqlite3.connect(self.path, timeout=60, isolation_level=None)
-        self._db.row_factory = sqlite3.Row
-        try:
-            self._db.execute("PRAGMA journal_mode = WAL")
-            self._db.execute("PRAGMA synchronous = NORMAL")
-            version = self._db.execute("PRAGMA user_version").fetchone()[0]
-            if version > _FORMAT:
-                raise FileFormatError(
-                    f"{self.path} has format {version}; this heedful knows {_FORMAT}. Update heedful."
-                )
+        if self.path.is_dir():
+            raise IsADirectoryError(f"{self.path} is a folder. Name a file in it.")
+        with self._explained():
+            self._db = sqlite3.connect(self.path, timeout=60, isolation_level=None)
+            self._db.row_factory = sqlite3.Row
+            try:
+                self._open()
+            except BaseException:
+                self._db.close()
+                raise
+
+    def _open(self) -> None:
+        """Make an empty file a store; change nothing in a file that is something else."""
+        version = self._db.execute("PRAGMA user_version").fetchone()[0]
+        tables = {row["name"] for row in self._db.execute("SELECT name FROM sqlite_master WHERE type = 'table'")}
+        if version > _FORMAT:
+            raise FileFormatError(f"{self.path} has format {version}; this heedful knows {_FORMAT}. Update heedful.")
+        if tables if version == 0 else "trials" not in tables:
+            raise FileFormatError(f"{self.path} is not a store of trials but another program's. Name another file.")
+        self._db.execute("PRAGMA journal_mode = WAL")
+        self._db.execute("PRAGMA synchronous = NORMAL")
+        with self._transaction():
             self._db.execute(_SCHEMA)
             self._db.execute(f"PRAGMA user_version = {_FORMAT}")
-        except sqlite3.DatabaseError as error:
-            raise FileFormatError(f"{self.path} is not a store of trials ({error}). Name another file.") from error
+        self._newest = self._last_row()
 
     def __enter__(self) -> "Store":
         return self
@@ -99,9 +110,9 @@ class Store:
             "mine": a row ``started`` was written and the caller must run it. "busy": a living process is at it. "ended":
             its outcome is there.
         """
-        with self._transaction():
+        with self._explained(), self._transaction():
             last = self._db.execute(
-                "SELECT * FROM trials WHERE key = ? ORDER BY attempt DESC LIMIT 1", (trial.key,)
+                "SELECT rowid, * FROM trials WHERE key = ? ORDER BY attempt DESC LIMIT 1", (trial.key,)
             ).fetchone()
             if last is not None and last["status"] == "started" and self._alive(last):
                 return "busy"
@@ -136,27 +147,38 @@ class Store:
 
     def finish(self, trial: Trial, result: Result) -> None:
         """Record how a claimed trial ended."""
-        self._db.execute(
-            "UPDATE trials SET status = ?, reason = ?, log = ?, metrics = ?, costs = ?, curves = ?, ended = ?"
-            " WHERE key = ? AND run = ? AND status = 'started'",
-            (
-                result.status,
-                result.reason,
-                result.log,
-                json.dumps(result.metrics),
-                json.dumps(result.costs),
-                json.dumps(result.curves),
-                _now(),
-                trial.key,
-                self._run,
-            ),
-        )
+        with self._explained():
+            self._db.execute(
+                "UPDATE trials SET status = ?, reason = ?, log = ?, metrics = ?, costs = ?, curves = ?, ended = ?"
+                " WHERE key = ? AND run = ? AND status = 'started'",
+                (
+                    result.status,
+                    _storable(result.reason),
+                    _storable(result.log),
+                    json.dumps(result.metrics),
+                    json.dumps(result.costs),
+                    json.dumps(result.curves),
+                    _now(),
+                    trial.key,
+                    self._run,
+                ),
+            )
+
+    def release(self) -> None:
+        """Give up what this object claimed and did not finish, so that it may be claimed again while this process lives."""
+        with self._explained():
+            self._db.execute(
+                "UPDATE trials SET pid_started = 0 WHERE run = ? AND status = 'started'",
+                (self._run,),
+            )
 
     def record(self, trial: Trial) -> TrialRecord | None:
         """The last attempt of ``trial`` that ended, or None."""
-        row = self._db.execute(
-            "SELECT * FROM trials WHERE key = ? AND status != 'started' ORDER BY attempt DESC LIMIT 1", (trial.key,)
-        ).fetchone()
+        with self._explained():
+            row = self._db.execute(
+                "SELECT rowid, * FROM trials WHERE key = ? AND status != 'started' ORDER BY attempt DESC LIMIT 1",
+                (trial.key,),
+            ).fetchone()
         if row is None or not self._counts(row):
             return None
         loaded = {name: json.loads(row[name]) for name in ("settings", "metrics", "costs", "curves", "machine")}
@@ -194,7 +216,7 @@ class Store:
             self._db.execute("ATTACH DATABASE ? AS other", (f"{other}",))
             try:
                 with self._transaction():
-                    return self._db.execute(
+                    added = self._db.execute(
                         f"INSERT INTO main.trials (attempt, {copied})"
                         " SELECT 1 + coalesce((SELECT max(attempt) FROM main.trials mine WHERE mine.key = theirs.key), 0),"
                         f" {copied} FROM other.trials theirs WHERE status != 'started' AND attempt ="
@@ -202,6 +224,8 @@ class Store:
                         " AND NOT EXISTS"
                         " (SELECT 1 FROM main.trials mine WHERE mine.key = theirs.key AND mine.status != 'started')"
                     ).rowcount
+                    self._newest = self._last_row()
+                    return added
             finally:
                 self._db.execute("DETACH DATABASE other")
         except sqlite3.DatabaseError as error:
@@ -217,8 +241,12 @@ class Store:
             self.to_frame().to_parquet(temporary, index=False)
 
     def _counts(self, row: sqlite3.Row) -> bool:
-        """Whether an ended row stands, or is to be run again by this run."""
-        return row["run"] == self._run or not (self.fresh or (self.retry and row["status"] == "failed"))
+        """Whether an ended row stands, or is to be run again by this run; one begun after this object was made stands."""
+        new = row["run"] == self._run or row["rowid"] > self._newest
+        return new or not (self.fresh or (self.retry and row["status"] == "failed"))
+
+    def _last_row(self) -> int:
+        return self._db.execute("SELECT coalesce(max(rowid), 0) FROM trials").fetchone()[0]
 
     def _alive(self, row: sqlite3.Row) -> bool:
         if row["host"] != platform.node():
@@ -232,10 +260,28 @@ class Store:
         self._db.execute("BEGIN IMMEDIATE")
         try:
             yield
+            self._db.execute("COMMIT")
         except BaseException:
-            self._db.execute("ROLLBACK")
+            if self._db.in_transaction:  # A full disk may have ended it already.
+                self._db.execute("ROLLBACK")
             raise
-        self._db.execute("COMMIT")
+
+    @contextlib.contextmanager
+    def _explained(self) -> Iterator[None]:
+        """Turn SQLite's errors into those that say which file it is and what to do."""
+        try:
+            yield
+        except sqlite3.OperationalError as error:  # the system's: no right to write, no space, no answer
+            raise OSError(
+                f"The store of trials {self.path} cannot be used: {error}. Make it writable, free space, or name another file."
+            ) from error
+        except sqlite3.DatabaseError as error:
+            raise FileFormatError(f"{self.path} is not a store of trials ({error}). Name another file.") from error
+
+
+def _storable(text: str) -> str:
+    """Text without the halves of characters that file names and foreign bytes leave behind and SQLite refuses."""
+    return text.encode("utf-8", "replace").decode()
 
 
 def _now() -> str:

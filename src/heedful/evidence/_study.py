@@ -6,6 +6,7 @@ A study asks one question of one method. It is data plus plain functions; nothin
 import dataclasses
 import inspect
 import itertools
+import json
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, Protocol
@@ -272,6 +273,12 @@ class Study:
                 )
             if arm.grid is not None:
                 sizes[name] = len(arm.points)
+                if len({json.dumps(point, sort_keys=True, default=repr) for point in arm.points}) < len(arm.points):
+                    raise InputError(f"{where}: the grid of arm {name!r} has a point twice; got {arm.points}.")
+                if taken := {"task", "budget", "seed"} & {key for point in arm.points for key in point}:
+                    raise InputError(
+                        f"{where}: the grid of arm {name!r} sets {sorted(taken)}, which the study gives to every trial."
+                    )
         if len(set(sizes.values())) > 1 or 0 in sizes.values():
             raise InputError(f"{where}: tuned arms need grids of equal size; got {sizes}.")
         names = {metric.name for metric in self.metrics}

@@ -389,7 +389,7 @@ class TiltedSAM(Optimizer):
             state = self.generator.get_state().to(params[0].device)
             dist.broadcast(state, src=0)
             self.generator.set_state(state.cpu())
-        self._ranks_share_noise = True
+            self._ranks_share_noise = True
         return device_generators(self.generator, params)
 
 
