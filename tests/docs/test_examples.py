@@ -49,7 +49,7 @@ def run_session(text):
             "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
             "COLUMNS": "120",
         }
-        done = subprocess.run(shlex.split(command), capture_output=True, text=True, env=environment)
+        done = subprocess.run(shlex.split(command, comments=True), capture_output=True, text=True, env=environment)
         assert done.returncode == 0, done.stderr
         if shown.strip():
             assert doctest.OutputChecker().check_output(shown, done.stdout, _LOOSE), done.stdout

@@ -3,8 +3,7 @@
 A task is data, a base model and a number of calibration rows. The base model is fitted once per seed, on rows that are used
 for nothing else, and every arm gets the same calibration rows: they are what is spent. While settings are chosen, the
 calibration rows are cut into five folds, and each is scored by the calibrator of the other four; afterwards a calibrator of
-all of them is scored on the test rows. Every fitted arm but temperature scaling, which has no settings, chooses among three
-points that trade flexibility for smoothness.
+all of them is scored on the test rows. Every fitted arm chooses among three points that trade flexibility for smoothness.
 """
 
 import dataclasses
@@ -124,12 +123,12 @@ def raw(task: CalibrationTask, *, budget: Budget, seed: int) -> Outcome:
     return _calibrate(task, None)
 
 
-def temperature(task: CalibrationTask, *, budget: Budget, seed: int) -> Outcome:
-    return _calibrate(task, TemperatureCalibrator)
+def temperature(task: CalibrationTask, *, budget: Budget, seed: int, pull: float) -> Outcome:
+    return _calibrate(task, TemperatureCalibrator, pull=pull)
 
 
 def dirichlet(task: CalibrationTask, *, budget: Budget, seed: int, ridge: float) -> Outcome:
-    return _calibrate(task, DirichletCalibrator, ridge=ridge)
+    return _calibrate(task, DirichletCalibrator, pull=1.0, ridge=ridge)
 
 
 def ovr(task: CalibrationTask, *, budget: Budget, seed: int, n_bins: int | None) -> Outcome:
@@ -148,9 +147,20 @@ def scir(task: CalibrationTask, *, budget: Budget, seed: int, n_bins: int) -> Ou
     return _calibrate(task, SortedCumulativeIsotonicCalibrator, n_bins=n_bins)
 
 
-def _calibrate(task: CalibrationTask, calibrator: Callable[..., Any] | None, **settings: Any) -> Outcome:
+def _calibrate(
+    task: CalibrationTask, calibrator: Callable[..., Any] | None, *, pull: float = 0.0, **settings: Any
+) -> Outcome:
+    """Fit and score every piece.
+
+    The isotonic calibrators mix their output with the uniform one by 1/(n + 1), so that no class gets 0. The parametric
+    ones take logarithms of what they are given, so ``pull`` mixes their *input*, by pull/(n + pull).
+    """
     rows, scores = 0, []
     for piece in task.pieces():
+        share, n_classes = pull / (len(piece.y_fit) + pull), piece.P_fit.shape[1]
+        piece = piece._replace(
+            P_fit=(1 - share) * piece.P_fit + share / n_classes, P_score=(1 - share) * piece.P_score + share / n_classes
+        )
         start = time.perf_counter()
         if calibrator is None:
             q = piece.P_score
@@ -343,7 +353,7 @@ study = Study(
     },
     arms={
         "raw": Arm(raw, untuned="nothing is fitted"),
-        "temperature": Arm(temperature, untuned="its one number is fitted, and it has no setting beside it"),
+        "temperature": Arm(temperature, grid={"pull": [0.0, 1.0, 10.0]}),
         "dirichlet": Arm(dirichlet, grid={"ridge": [0.1, 3.0, 100.0]}),
         "ovr": Arm(ovr, grid={"n_bins": [None, 30, 15]}),
         "fir": Arm(fir, grid={"blocks": ["all", 30, 15]}),
@@ -370,5 +380,5 @@ study = Study(
         "full": Budget(seeds=10, tuning_seeds=3),
     },
     protocol=CalibrationTask,
-    unit="calibration rows",
+    unit="calibration_rows",
 )

@@ -28,6 +28,7 @@ from heedful.calibrate import (
     TemperatureCalibrator,
     VectorCalibrator,
 )
+from heedful.calibrate.isotonic._pooled import merge_ties
 from heedful.errors import FileFormatError, HeedfulWarning, InputError, ParameterError
 
 ISOTONIC = [
@@ -272,6 +273,7 @@ def test_fewer_blocks_and_a_higher_floor_make_a_coarser_map(draw):
 
 def test_binned_baselines_fit_the_means_of_their_bins(draw):
     P, y = draw(400, 4, 0)
+    P = merge_ties(P)
     halves = OneVsRestIsotonicCalibrator(n_bins=2, smoothing=None).fit(P, y)
     low = P[:, 1] < np.sort(P[:, 1])[200]
     hits = [(y[rows] == 1).mean() for rows in (low, ~low)]
@@ -281,18 +283,14 @@ def test_binned_baselines_fit_the_means_of_their_bins(draw):
     true = P[np.arange(400), y]
     pooled = FlattenedIsotonicCalibrator(blocks=2, interpolation="step").fit(P, y)
     edge = np.sort(true)[200]
-    frequency = [
-        (true[rows].size / P[cells].size) for rows, cells in ((true < edge, edge > P), (true >= edge, edge <= P))
-    ]
-    np.testing.assert_allclose(
-        pooled.values_[-2:], [(true < edge).sum() / ((edge > P) & (true.min() <= P)).sum(), frequency[1]], atol=1e-12
-    )
+    frequency = [(true < edge).sum() / (edge > P).sum(), (true >= edge).sum() / (edge <= P).sum()]
+    np.testing.assert_allclose(pooled.values_, frequency, atol=1e-12)
 
 
 def test_step_maps_are_right_continuous(draw):
     P, y = draw(300, 3, 0)
     fit = FlattenedIsotonicCalibrator(interpolation="step", smoothing=None).fit(P, y)
-    at, below = fit.thresholds_[1], np.nextafter(fit.thresholds_[1], 0)
+    at, below = fit.thresholds_[1], fit.thresholds_[1] * (1 - 1e-9)  # closer ones are ties
     module = fit.torch_module()
     for p, expected in ((at, fit.values_[1]), (below, fit.values_[0])):
         f = np.array([fit.values_[np.searchsorted(fit.thresholds_, x, side="right") - 1] for x in (p, 0.3, 0.3)])
@@ -629,3 +627,58 @@ def test_na_fir_of_five_million_pairs_takes_three_times_the_memory_of_its_input(
     tracemalloc.stop()
     assert P.nbytes < peak <= 3 * P.nbytes  # the checked copy of P is a part of it
     assert fitted.optimality_gap_ <= 1e-7
+
+
+def test_scores_that_differ_by_rounding_are_ties(draw, seed):
+    """0.1 and 1 − 0.9 are one score: without that, two classes would not be symmetric (oracle of K = 2)."""
+    rng = np.random.default_rng(seed)
+    p = rng.integers(1, 10, size=300) / 10
+    y = (rng.random(300) < p**2).astype(int)
+    fit = FlattenedIsotonicCalibrator(smoothing=None).fit(np.column_stack([1 - p, p]), y)
+    scores = np.round(np.r_[p, 1 - p], 6)
+    expected = IsotonicRegression().fit(scores, np.r_[y, 1 - y]).predict(np.round(p, 6))
+    np.testing.assert_allclose(fit.predict_proba(np.column_stack([1 - p, p]))[:, 1], expected, atol=1e-9)
+
+
+@every
+def test_permuting_the_classes_of_tied_scores_permutes_the_fit(kind, seed):
+    rng = np.random.default_rng(seed)
+    P, y = rng.multinomial(10, np.full(6, 1 / 6), size=300) / 10, rng.integers(6, size=300)
+    order = rng.permutation(6)
+    if kind in (SortedCumulativeIsotonicCalibrator,):
+        pytest.skip("ranks of equal scores go by class number")
+    permuted = kind().fit(P[:, order], np.argsort(order)[y]).predict_proba(P[:, order])
+    np.testing.assert_allclose(permuted, kind().fit(P, y).predict_proba(P)[:, order], atol=1e-4)
+
+
+@every
+def test_the_module_in_float32_stays_close(draw, kind):
+    P, y = draw(400, 10, 0)
+    sharp = P**12 / (P**12).sum(axis=1, keepdims=True)
+    fit = kind().fit(sharp, y)
+    single = fit.torch_module().float()(torch.tensor(sharp, dtype=torch.float32)).numpy()
+    assert np.isfinite(single).all()
+    np.testing.assert_allclose(single.sum(axis=1), 1, atol=1e-5)
+
+
+def test_the_module_owns_its_tables(draw):
+    P, y = draw(200, 3, 0)
+    fit = NormalizationAwareIsotonicCalibrator().fit(P, y)
+    before = fit.predict_proba(P)
+    fit.torch_module().values.zero_()
+    np.testing.assert_array_equal(fit.predict_proba(P), before)
+
+
+def test_parameters_from_numpy_are_saved(draw, tmp_path):
+    P, y = draw(200, 3, 0)
+    fit = SortedCumulativeIsotonicCalibrator(n_bins=12).fit(P, y).set_params(n_bins=np.int64(12))
+    fit.save(tmp_path / "c.safetensors")
+    loaded = SortedCumulativeIsotonicCalibrator.load(tmp_path / "c.safetensors")
+    np.testing.assert_array_equal(loaded.predict_proba(P), fit.predict_proba(P))
+
+
+def test_large_logits_keep_their_differences(draw):
+    """Probabilities of them would be 0; as logits a temperature undoes the factor."""
+    P, y = draw(2000, 4, 0)
+    one, hundred = (TemperatureCalibrator(input="logits").fit(factor * np.log(P), y) for factor in (1.0, 40.0))
+    assert hundred.temperature_ / one.temperature_ == pytest.approx(40.0, rel=0.05)

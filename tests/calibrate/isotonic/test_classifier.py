@@ -4,7 +4,7 @@ import pytest
 import sklearn
 from sklearn.base import clone
 from sklearn.calibration import CalibratedClassifierCV
-from sklearn.datasets import load_digits, make_classification
+from sklearn.datasets import load_digits, load_iris, make_classification
 from sklearn.ensemble import RandomForestClassifier
 from sklearn.frozen import FrozenEstimator
 from sklearn.linear_model import LogisticRegression
@@ -210,3 +210,39 @@ def test_on_digits_a_pixel_noise_away_every_probability_is_finite(model):
     fitted = CalibratedClassifier(model).fit(X[:900], y[:900])
     assert np.isfinite(log_loss(y[900:], fitted.predict_proba(X[900:])))
     assert fitted.predict_proba(X[900:]).min() > 0
+
+
+class Backwards(LogisticRegression):
+    """A classifier whose ``classes_`` are not sorted."""
+
+    def fit(self, X, y):
+        super().fit(X, y)
+        self.sorted_, self.classes_ = self.classes_, self.classes_[::-1]
+        return self
+
+    def predict_proba(self, X):
+        self.classes_ = self.sorted_
+        P = super().predict_proba(X)
+        self.classes_ = self.sorted_[::-1]
+        return P[:, ::-1]
+
+
+def test_columns_follow_the_classes_of_the_estimator_whatever_their_order():
+    X, y = load_iris(return_X_y=True)
+    assert CalibratedClassifier(Backwards(max_iter=500), ensemble=True).fit(X, y).score(X, y) > 0.9
+    assert CalibratedClassifier(FrozenEstimator(Backwards(max_iter=500).fit(X, y))).fit(X, y).score(X, y) > 0.9
+
+
+def test_a_frozen_classifier_keeps_its_classes_and_needs_no_folds():
+    X, y = load_iris(return_X_y=True)
+    frozen = FrozenEstimator(LogisticRegression(max_iter=500).fit(X, y))
+    with pytest.warns(HeedfulWarning, match="No row of the calibration set has class 0"):
+        fitted = CalibratedClassifier(frozen).fit(X[y > 0], y[y > 0])
+    assert fitted.classes_.tolist() == [0, 1, 2]
+    assert fitted.predict_proba(X).shape == (150, 3)
+    four = [10, 60, 110, 120]
+    assert CalibratedClassifier(frozen, method="temperature").fit(X[four], y[four]).score(X, y) > 0.9
+    with pytest.raises(
+        InputError, match=r"labels \[3\] that the frozen classifier does not know; its classes are \[0, 1, 2\]"
+    ):
+        CalibratedClassifier(frozen).fit(X, y + 1)

@@ -13,7 +13,7 @@ from torch import nn
 from heedful._files import Saved
 from heedful._validation import as_probabilities, require_choice, require_finite, require_number
 from heedful.calibrate.isotonic._labels import label_codes, to_numpy
-from heedful.calibrate.isotonic._pooled import row_chunks
+from heedful.calibrate.isotonic._pooled import merge_ties, row_chunks
 from heedful.errors import HeedfulWarning, InputError
 
 Input = Literal["proba", "logits"]
@@ -50,7 +50,10 @@ class Calibrator(OneToOneFeatureMixin, TransformerMixin, Saved, BaseEstimator):
             If rows are no probabilities, labels match no column, or there are fewer than two rows or classes.
         """
         self._check_parameters()
-        matrix = self._read(P, reset=True)
+        given = self._read(P, reset=True)
+        matrix = np.empty_like(given)
+        for rows in row_chunks(*given.shape):
+            matrix[rows] = merge_ties(given[rows])
         names = self.feature_names_in_.tolist() if hasattr(self, "feature_names_in_") else None
         self.classes_, codes = label_codes(y, matrix.shape[1], classes=classes, column_names=names)
         if len(codes) != len(matrix):
@@ -146,7 +149,9 @@ class Calibrator(OneToOneFeatureMixin, TransformerMixin, Saved, BaseEstimator):
         fitted = {name: getattr(self, name) for name in ("epsilon_", "optimality_gap_", "n_iter_", "n_features_in_")}
         names = getattr(self, "feature_names_in_", None)
         meta = {
-            "parameters": self.get_params(deep=False),
+            "parameters": {
+                k: v.item() if isinstance(v, np.generic) else v for k, v in self.get_params(deep=False).items()
+            },
             "fitted": fitted,
             "classes": self.classes_.tolist(),
             "classes_dtype": self.classes_.dtype.str,
@@ -168,9 +173,9 @@ class Calibrator(OneToOneFeatureMixin, TransformerMixin, Saved, BaseEstimator):
 
 def _check_weight(sample_weight, n: int) -> np.ndarray:
     weight = require_finite(np.asarray(to_numpy(sample_weight), dtype=np.float64), "sample_weight")
-    if weight.shape != (n,) or (weight < 0).any() or not weight.any():
+    if weight.shape != (n,) or (weight < 0).any() or not 0 < weight.sum() < np.inf:
         raise InputError(
-            f"sample_weight must be {n} numbers >= 0, one a row, not all zero; got shape {weight.shape} with minimum "
-            f"{weight.min(initial=0):g}."
+            f"sample_weight must be {n} numbers >= 0, one a row, not all zero, with a finite sum; got shape "
+            f"{weight.shape} with minimum {weight.min(initial=0):g}."
         )
     return weight

@@ -79,7 +79,7 @@ class OneVsRestIsotonicCalibrator(Calibrator):
         self.optimality_gap_, self.n_iter_ = 0.0, 1
 
     def _map(self, input):
-        tables = torch.from_numpy(self.thresholds_), torch.from_numpy(self.values_)
+        tables = torch.tensor(self.thresholds_), torch.tensor(self.values_)
         return PerClassMap(*tables, input=input, epsilon=self.epsilon_)
 
 
@@ -100,8 +100,8 @@ class _PooledCalibrator(Calibrator):
 
     def _map(self, input):
         return PooledMap(
-            torch.from_numpy(self.thresholds_),
-            torch.from_numpy(self.values_),
+            torch.tensor(self.thresholds_),
+            torch.tensor(self.values_),
             interpolation=self.interpolation,
             log_scale=self._log_scale,
             input=input,
@@ -345,7 +345,7 @@ class SortedCumulativeIsotonicCalibrator(Calibrator):
         self.values_, self.optimality_gap_, self.n_iter_ = fit.values, fit.gap, fit.n_iter
 
     def _map(self, input):
-        tables = torch.from_numpy(self.knots_), torch.from_numpy(self.values_)
+        tables = torch.tensor(self.knots_), torch.tensor(self.values_)
         return SortedMap(*tables, interpolation=self.interpolation, input=input, epsilon=self.epsilon_)
 
 

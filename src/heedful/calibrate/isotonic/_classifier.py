@@ -119,8 +119,9 @@ class CalibratedClassifier(ClassifierMixin, MetaEstimatorMixin, BaseEstimator):
         X, y = indexable(X, column_or_1d(y, warn=True))
         assert_all_finite(y, input_name="y")
         check_classification_targets(y)
-        self.classes_, codes = np.unique(y, return_inverse=True)
         estimator = self._estimator()
+        frozen = isinstance(estimator, FrozenEstimator)
+        self.classes_, codes = _frozen_codes(estimator, y) if frozen else np.unique(y, return_inverse=True)
         params = self._route(estimator, sample_weight, fit_params)
         if sample_weight is not None:
             sample_weight = _check_sample_weight(sample_weight, X, dtype=np.float64)
@@ -129,11 +130,11 @@ class CalibratedClassifier(ClassifierMixin, MetaEstimatorMixin, BaseEstimator):
             raise InputError(
                 f"y must hold at least two classes with positive weight; got one class of {self.classes_.tolist()}."
             )
-        cv = self._splitter(y)
-        in_folds = not isinstance(estimator, FrozenEstimator) if self.ensemble == "auto" else self.ensemble
+        in_folds = not frozen if self.ensemble == "auto" else self.ensemble
 
         self.calibrated_classifiers_: list[Bunch] = []
         if in_folds:
+            cv = self._splitter(y)
             for train, test in cv.split(X, y, **params.splitter.split):
                 fold = clone(estimator)
                 fold_params = _check_method_params(X, params=params.estimator.fit, indices=train)
@@ -141,8 +142,11 @@ class CalibratedClassifier(ClassifierMixin, MetaEstimatorMixin, BaseEstimator):
                 P = self._probabilities(fold, _safe_indexing(X, test))
                 weight = None if sample_weight is None else sample_weight[test]
                 self._add_pair(fold, calibrator, P, codes[test], weight)
+        elif frozen:  # It has seen none of these rows.
+            self._add_pair(estimator, calibrator, self._probabilities(estimator, X), codes, sample_weight)
         else:
             whole = clone(estimator)
+            cv = list(self._splitter(y).split(X, y, **params.splitter.split))
             values = cross_val_predict(whole, X, y, cv=cv, method=_response(whole), params=params.estimator.fit)
             whole.fit(X, y, **params.estimator.fit)
             self._add_pair(whole, calibrator, self._as_matrix(values, _response(whole)), codes, sample_weight)
@@ -212,7 +216,7 @@ class CalibratedClassifier(ClassifierMixin, MetaEstimatorMixin, BaseEstimator):
         """Parameters for ``estimator.fit`` and ``splitter.split``, with or without scikit-learn's metadata routing."""
         if sklearn.get_config()["enable_metadata_routing"]:
             return process_routing(self, "fit", sample_weight=sample_weight, **fit_params)
-        if sample_weight is not None:
+        if sample_weight is not None and not isinstance(estimator, FrozenEstimator):
             if "sample_weight" in inspect.signature(estimator.fit).parameters:
                 fit_params = {**fit_params, "sample_weight": sample_weight}
             else:
@@ -234,7 +238,7 @@ class CalibratedClassifier(ClassifierMixin, MetaEstimatorMixin, BaseEstimator):
         """One column for each class of the whole problem; classes that the estimator has not seen get 0."""
         response = _response(estimator)
         P = self._as_matrix(getattr(estimator, response)(X), response)
-        if P.shape[1] == len(self.classes_):
+        if np.array_equal(estimator.classes_, self.classes_):
             return P
         wide = np.zeros((len(P), len(self.classes_)))
         wide[:, np.searchsorted(self.classes_, estimator.classes_)] = P
@@ -252,3 +256,16 @@ class CalibratedClassifier(ClassifierMixin, MetaEstimatorMixin, BaseEstimator):
 
 def _response(estimator) -> str:
     return "predict_proba" if hasattr(estimator, "predict_proba") else "decision_function"
+
+
+def _frozen_codes(estimator, y: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Classes of a fitted classifier, in its order, and the column of every label."""
+    classes = np.asarray(estimator.classes_)
+    order = np.argsort(classes)
+    at = order[np.searchsorted(classes, y, sorter=order).clip(max=len(classes) - 1)]
+    if unknown := sorted(set(y[classes[at] != y].tolist())):
+        raise InputError(
+            f"y has labels {unknown} that the frozen classifier does not know; its classes are {classes.tolist()}. "
+            "Calibrate it on data with its own labels."
+        )
+    return classes, at

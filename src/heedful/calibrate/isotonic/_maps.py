@@ -10,7 +10,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from heedful.calibrate.isotonic._softmax import SMALLEST
+from heedful.calibrate.isotonic._pooled import merge_ties
 
 Interpolation = Literal["linear", "step"]
 
@@ -41,7 +41,9 @@ def interpolate(
     at = at.clamp(0, knots.shape[-1] - 2)
     left, right = pick(knots, at), pick(knots, at + 1)
     low, high = pick(values, at), pick(values, at + 1)
-    share = ((p - left) / (right - left)).clamp(0, 1)
+    width = right - left
+    apart = width > 0  # In float32 knots can fall together.
+    share = torch.where(apart, (p - left) / torch.where(apart, width, 1.0), 1.0).clamp(0, 1)
     return torch.minimum(low + share * (high - low), high)
 
 
@@ -56,6 +58,8 @@ class CalibrationMap(nn.Module):
         p = x.to(next(self.buffers()).dtype)
         if self.input == "logits":
             p = torch.softmax(p, dim=-1)
+        if p.dtype == torch.float64:
+            p = merge_ties(p)
         return (self.calibrate(p) * (1 - self.epsilon) + self.epsilon / x.shape[-1]).to(x.dtype)
 
     def calibrate(self, p: Float[Tensor, "*batch K"]) -> Float[Tensor, "*batch K"]:
@@ -121,18 +125,19 @@ class SortedMap(CalibrationMap):
 
 
 class SoftmaxMap(CalibrationMap):
-    """softmax(A log p + b), with p no smaller than float64's epsilon."""
+    """softmax(A log p + b), with p no smaller than ``smallest``."""
 
     scale: Tensor
     bias: Tensor
 
-    def __init__(self, scale: Tensor, bias: Tensor, **common):
+    def __init__(self, scale: Tensor, bias: Tensor, *, smallest: float, **common):
         super().__init__(**common)
+        self.smallest = smallest
         self.register_buffer("scale", scale)
         self.register_buffer("bias", bias)
 
     def calibrate(self, p: Float[Tensor, "*batch K"]) -> Float[Tensor, "*batch K"]:
-        z = torch.log(p.clamp(min=SMALLEST))
+        z = torch.log(p.clamp(min=max(self.smallest, torch.finfo(p.dtype).tiny)))
         return torch.softmax((z @ self.scale.T if self.scale.ndim == 2 else z * self.scale) + self.bias, dim=-1)
 
 

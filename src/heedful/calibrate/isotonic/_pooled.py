@@ -22,6 +22,15 @@ class StepFit(NamedTuple):
     values: Float[np.ndarray, " steps"]
 
 
+def merge_ties(p):
+    """Probabilities (an array or a float64 tensor) without their last 13 bits, so that 0.1 and 1 − 0.9 are one score.
+
+    A Veltkamp split: exact, and it keeps the order. The relative change is below 1e-12.
+    """
+    shifted = p * (2.0**13 + 1)
+    return shifted - (shifted - p)
+
+
 def row_chunks(n: int, width: int) -> Iterator[slice]:
     """Slices that cover n rows of ``width`` entries, about 2¹⁸ entries each."""
     step = max(1, _CHUNK // width)

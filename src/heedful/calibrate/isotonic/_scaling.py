@@ -1,6 +1,6 @@
 """Parametric calibrators of probability matrices, as scikit-learn estimators: the isotonic ones' peers."""
 
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -20,13 +20,19 @@ class _SoftmaxCalibrator(Calibrator):
     tol: float
 
     def _fit(self, P, codes, weight, n):
-        ridge = getattr(self, "ridge", 0.0)
-        fit = fit_softmax(P, codes, weight, family=self._family, ridge=ridge, max_iter=self.max_iter, tol=self.tol)
+        settings: dict[str, Any] = {"ridge": getattr(self, "ridge", 0.0), "max_iter": self.max_iter, "tol": self.tol}
+        fit = fit_softmax(P, codes, weight, family=self._family, smallest=self._smallest, **settings)
         self.scale_, self.bias_, self.optimality_gap_, self.n_iter_ = fit.scale, fit.bias, fit.gap, fit.n_iter
 
     def _map(self, input):
-        tables = torch.from_numpy(np.asarray(self.scale_)), torch.from_numpy(self.bias_)
-        return SoftmaxMap(*tables, input=input, epsilon=self.epsilon_)
+        tables = torch.tensor(self.scale_), torch.tensor(self.bias_)
+        return SoftmaxMap(*tables, smallest=self._smallest, input=input, epsilon=self.epsilon_)
+
+    @property
+    def _smallest(self) -> float:
+        """A probability of 0 says little about how small it was; a logit says all."""
+        kind = np.finfo(np.float64)
+        return float(kind.tiny if self.input == "logits" else kind.eps)
 
 
 class TemperatureCalibrator(_SoftmaxCalibrator):

@@ -12,7 +12,6 @@ from scipy.optimize import minimize
 from scipy.special import logsumexp
 
 Family = Literal["temperature", "vector", "dirichlet"]
-SMALLEST = float(np.finfo(np.float64).eps)  # probabilities below this count as this, as in scikit-learn
 _LIMITS = (1e-4, 1e4)  # of the inverse temperature: separable data would send it to infinity
 
 
@@ -34,6 +33,7 @@ def fit_softmax(
     weight: Float[np.ndarray, " n"],
     *,
     family: Family,
+    smallest: float = 2.0**-52,
     ridge: float = 0.0,
     max_iter: int = 500,
     tol: float = 1e-7,
@@ -48,12 +48,14 @@ def fit_softmax(
         Column of the true class; weights with sum 1.
     family : {"temperature", "vector", "dirichlet"}
         A is a positive number, a diagonal, or a matrix.
+    smallest : float
+        Probabilities below this count as this.
     ridge : float
         Multiplies the mean square of the off-diagonal entries of A plus that of b ("dirichlet").
     max_iter, tol : int, float
         Most iterations; largest entry of the gradient to stop at.
     """
-    z = np.log(np.maximum(P, SMALLEST))
+    z = np.log(np.maximum(P, smallest))
     K = z.shape[1]
     rows = np.arange(len(z))
     shape: tuple[int, ...] = {"temperature": (), "vector": (K,), "dirichlet": (K, K)}[family]
