@@ -76,7 +76,7 @@ class Calibrator(OneToOneFeatureMixin, TransformerMixin, Saved, BaseEstimator):
         calibrate, q = self._map("proba"), np.empty_like(matrix)
         with torch.no_grad():
             for rows in row_chunks(*matrix.shape):
-                q[rows] = calibrate(torch.from_numpy(matrix[rows])).numpy()
+                q[rows] = calibrate(torch.tensor(matrix[rows])).numpy()
         return torch.from_numpy(q).to(P) if isinstance(P, torch.Tensor) and P.is_floating_point() else q
 
     def transform(self, P):
