@@ -96,7 +96,7 @@ def save_arrays(path: str | os.PathLike, arrays: Mapping[str, np.ndarray], meta:
 
 
 def load_arrays(path: str | os.PathLike) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
-    """Arrays and metadata of a file written by :func:`save_arrays`.
+    """Arrays and metadata of a file written by ``save_arrays``.
 
     Raises
     ------
@@ -133,7 +133,7 @@ class Saved:
     """Mix-in: ``save`` and ``load`` through one safetensors file.
 
     A class states what it is made of by ``_to_saved() -> (arrays, meta)`` and ``_from_saved(arrays, meta) -> self``.
-    :func:`heedful.load` finds a class by its name among the public names of the rooms.
+    ``heedful.load`` finds a class by its name among the public names of the rooms.
     """
 
     def save(self, path: str | os.PathLike) -> None:
@@ -147,7 +147,7 @@ class Saved:
 
     @classmethod
     def load(cls: type[S], path: str | os.PathLike) -> S:
-        """Read an object of this class that :meth:`save` wrote."""
+        """Read an object of this class that ``save`` wrote."""
         arrays, meta = load_arrays(path)
         if meta.get("class") != cls.__name__:
             raise FileFormatError(

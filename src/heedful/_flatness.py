@@ -43,9 +43,9 @@ def hessian_eigenvalues(
     model : nn.Module
         Its parameters on one device and of one dtype. float64 resolves small eigenvalues that float32 cannot.
     loss_fn : callable
-        As :func:`batch_loss` calls it: a mean over the batch, twice differentiable.
+        As ``batch_loss`` calls it: a mean over the batch, twice differentiable.
     batches : iterable of tuple or mapping
-        As :func:`batch_loss` takes them. Read once and kept; the mean weighs each by its length.
+        As ``batch_loss`` takes them. Read once and kept; the mean weighs each by its length.
     k : int
         How many, from 1 to the number of parameters.
     max_iter : int
@@ -132,9 +132,9 @@ def neighbourhood_loss(
     model : nn.Module
         All parameters that require a gradient are perturbed together.
     loss_fn : callable
-        As :func:`batch_loss` calls it: a mean over the batch.
+        As ``batch_loss`` calls it: a mean over the batch.
     batches : iterable of tuple or mapping
-        As :func:`batch_loss` takes them. Read once and kept; the mean weighs each by its length.
+        As ``batch_loss`` takes them. Read once and kept; the mean weighs each by its length.
     std : float, optional
         Perturb every weight by N(0, std²); usually 0.005 to 0.05.
     radius : float, optional
@@ -184,7 +184,7 @@ def flatness(
     Parameters
     ----------
     model, loss_fn, batches, n_samples, generator
-        As in :func:`neighbourhood_loss`.
+        As in ``neighbourhood_loss``.
     radii : sequence of float
         Radii of the spheres, > 0, in the units of the weights.
 

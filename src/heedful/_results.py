@@ -14,7 +14,7 @@ logger = logging.getLogger("heedful")
 
 @dataclasses.dataclass(frozen=True)
 class Report:
-    """Base of reported results: a frozen dataclass whose :meth:`to_dict` holds JSON types only."""
+    """Base of reported results: a frozen dataclass whose ``to_dict`` holds JSON types only."""
 
     def to_dict(self) -> dict[str, Any]:
         """All fields: arrays as lists, NumPy scalars as Python numbers, paths as text; NaN and infinity stay floats."""
@@ -54,7 +54,7 @@ _sink: ContextVar[Callable[[Event], Any] | None] = ContextVar("heedful_progress"
 
 @contextlib.contextmanager
 def progress(sink: Callable[[Event], Any]) -> Iterator[None]:
-    """Send the progress of everything that runs inside the block to ``sink``, a function of one :class:`Event`."""
+    """Send the progress of everything that runs inside the block to ``sink``, a function of one ``Event``."""
     token = _sink.set(sink)
     try:
         yield
@@ -69,7 +69,7 @@ def report_progress(event: Event) -> None:
 
 
 def track(iterable: Iterable[T], phase: str, total: int | None = None) -> Iterator[T]:
-    """Iterate, reporting each completed item as an :class:`Event` of ``phase``."""
+    """Iterate, reporting each completed item as an ``Event`` of ``phase``."""
     if total is None and isinstance(iterable, Sized):
         total = len(iterable)
     for done, item in enumerate(iterable, start=1):

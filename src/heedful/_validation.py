@@ -11,7 +11,7 @@ from heedful.errors import HeedfulWarning, InputError, ParameterError
 
 
 def require_finite(x: np.ndarray, name: str) -> np.ndarray:
-    """``x`` itself if every entry is finite, else an :class:`InputError` that counts and locates what is not."""
+    """``x`` itself if every entry is finite, else an ``InputError`` that counts and locates what is not."""
     bad = ~np.isfinite(x)
     if bad.any():
         first = tuple(int(i) for i in np.argwhere(bad)[0])
@@ -72,7 +72,7 @@ def as_probabilities(
 def require_number(
     value: Any, name: str, *, low: float = -np.inf, high: float = np.inf, open_low: bool = False, integer: bool = False
 ) -> None:
-    """Raise :class:`ParameterError` unless ``value`` is a real number (an int if ``integer``) in [low, high]."""
+    """Raise ``ParameterError`` unless ``value`` is a real number (an int if ``integer``) in [low, high]."""
     kind = numbers.Integral if integer else numbers.Real
     right = isinstance(value, kind) and not isinstance(value, (bool, np.bool_))
     if not right or not (low < value if open_low else low <= value) or not value <= high:
@@ -82,6 +82,6 @@ def require_number(
 
 
 def require_choice(value: Any, name: str, choices: tuple) -> None:
-    """Raise :class:`ParameterError` unless ``value`` is one of ``choices``."""
+    """Raise ``ParameterError`` unless ``value`` is one of ``choices``."""
     if not isinstance(value, Hashable) or value not in choices:  # an array compares entry by entry
         raise ParameterError(f"{name} must be one of {', '.join(map(repr, choices))}; got {value!r}.")

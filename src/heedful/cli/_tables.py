@@ -66,7 +66,7 @@ def refuse_existing(path: Path, *, overwrite: bool) -> None:
 
 
 def take_columns(frame: pd.DataFrame, names: Sequence[str], *, path: Path) -> pd.DataFrame:
-    """These columns of the table read from ``path``; an :class:`InputError` names those that it lacks."""
+    """These columns of the table read from ``path``; an ``InputError`` names those that it lacks."""
     if missing := [name for name in names if name not in frame]:
         raise InputError(f"{path} lacks the columns {', '.join(missing)}; it has {', '.join(map(str, frame.columns))}.")
     return frame[list(names)]

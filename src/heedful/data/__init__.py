@@ -63,7 +63,7 @@ class DataInfo(Report):
     ----------
     name, what, shapes, licence : str
     form : str
-        The class that :func:`load` returns, as named in ``heedful.data``.
+        The class that ``load`` returns, as named in ``heedful.data``.
     source : str
         The package that carries the data, and its registry.
     version : str
@@ -123,7 +123,7 @@ def folder() -> Path:
 
 
 def is_cached(name: str) -> bool:
-    """Whether ``name`` loads without a network; its content is not looked at (:func:`check` does)."""
+    """Whether ``name`` loads without a network; its content is not looked at (``check`` does)."""
     dataset = _dataset(name)
     return isinstance(dataset.source, Bundled) or cached_file(dataset, folder()).is_file()
 
@@ -138,7 +138,7 @@ def load(name: str) -> Any:
     Parameters
     ----------
     name : str
-        One of :func:`names`.
+        One of ``names``.
 
     Returns
     -------

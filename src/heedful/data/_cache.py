@@ -51,7 +51,7 @@ def verify_cached(dataset: DataSet, folder: Path) -> dict[str, np.ndarray]:
 
 
 def read_cached(dataset: DataSet, folder: Path) -> Form:
-    """The cached content as its form; raises as :func:`verify_cached` does."""
+    """The cached content as its form; raises as ``verify_cached`` does."""
     return _from_arrays(dataset, verify_cached(dataset, folder), folder)
 
 
@@ -88,7 +88,7 @@ def content_checksum(arrays: Mapping[str, np.ndarray]) -> str:
 
 
 def require_checksum(dataset: DataSet, arrays: Mapping[str, np.ndarray]) -> None:
-    """Raise :class:`FileFormatError` unless ``arrays`` are the content that the registry declares."""
+    """Raise ``FileFormatError`` unless ``arrays`` are the content that the registry declares."""
     found = content_checksum(arrays)
     if found != dataset.checksum:
         raise FileFormatError(
@@ -118,7 +118,7 @@ def _named_arrays(form: Form) -> Iterator[tuple[str, np.ndarray]]:
 
 
 def _from_arrays(dataset: DataSet, arrays: Mapping[str, np.ndarray], folder: Path) -> Form:
-    """The inverse of :func:`to_arrays`; a file is written beside the cached content, whose checksum vouches for it."""
+    """The inverse of ``to_arrays``; a file is written beside the cached content, whose checksum vouches for it."""
     fields: dict[str, Any] = {}
     for name, array in arrays.items():
         array.flags.writeable = False

@@ -1,4 +1,4 @@
-"""What :func:`heedful.data.load` returns: one small frozen dataclass per kind of data.
+"""What ``heedful.data.load`` returns: one small frozen dataclass per kind of data.
 
 Arrays are read-only, since every caller in a process gets the same object: copy before changing (``torch.tensor(x)``
 and ``x.astype(...)`` copy, ``torch.from_numpy(x)`` does not).

@@ -63,7 +63,7 @@ class Archive:
 
     @property
     def root_inside(self) -> PurePosixPath:
-        """:attr:`root` as it stands inside the archive: npm and source archives have a folder around everything."""
+        """``root`` as it stands inside the archive: npm and source archives have a folder around everything."""
         around = {"npm": "package", "pip": self.file.removesuffix(".tar.gz") if self.file.endswith(".tar.gz") else ""}
         return PurePosixPath(around.get(self.client, ""), self.root)
 

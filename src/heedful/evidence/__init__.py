@@ -1,6 +1,6 @@
 """The study harness: says whether heeding pays. Knows no method by name.
 
-A :class:`Study` declares tasks, arms, metrics and claims; :func:`run_study` runs it and judges.
+A ``Study`` declares tasks, arms, metrics and claims; ``run_study`` runs it and judges.
 """
 
 from typing import TYPE_CHECKING

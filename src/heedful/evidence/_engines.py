@@ -1,6 +1,6 @@
 """Where trials run: in this process, on a pool of processes, or on a Ray cluster.
 
-An engine turns a trial into a future of its :class:`Result`. All fix the same threads per trial, so the metrics are equal
+An engine turns a trial into a future of its ``Result``. All fix the same threads per trial, so the metrics are equal
 bit for bit. The runner keeps at most ``workers`` trials in flight.
 """
 

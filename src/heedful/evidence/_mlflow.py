@@ -10,7 +10,7 @@ _SCHEMES = ("http", "https", "sqlite", "postgresql", "mysql", "mssql", "databric
 
 
 def check_uri(uri: str) -> None:
-    """Raise :class:`ParameterError` unless ``uri`` names a tracking server or a database."""
+    """Raise ``ParameterError`` unless ``uri`` names a tracking server or a database."""
     scheme = urlparse(uri).scheme.split("+")[0]
     if scheme not in _SCHEMES:
         raise ParameterError(

@@ -54,7 +54,7 @@ class Store:
     Parameters
     ----------
     path : path, optional
-        Created if missing; default :func:`default_path`.
+        Created if missing; default ``default_path``.
     fresh : bool
         Trials that ended before this object was made count as not run. Nothing is deleted: they stay as earlier attempts.
     retry : bool

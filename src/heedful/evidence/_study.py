@@ -23,7 +23,7 @@ class Metric:
     Parameters
     ----------
     name : str
-        Its key in :attr:`Outcome.metrics`.
+        Its key in ``Outcome.metrics``.
     unit : str
         Shown beside it; "" for a bare number.
     better : {"higher", "lower"}

@@ -134,7 +134,7 @@ class Verdict(Report):
 
 @runtime_checkable
 class Trial(Protocol):
-    """What :func:`judge` reads of a trial."""
+    """What ``judge`` reads of a trial."""
 
     @property
     def task(self) -> str: ...
@@ -261,7 +261,7 @@ def judge(study: Study, trials: Iterable[Trial], *, budget: Budget) -> tuple[Ver
 
 
 def rules(verdicts: Sequence[Verdict]) -> str:
-    """The rules that :func:`judge` applied to ``verdicts``, in words, from the constants it applies."""
+    """The rules that ``judge`` applied to ``verdicts``, in words, from the constants it applies."""
     family = sum(not verdict.claim.exploratory for verdict in verdicts)
     side, cover = f"{50 * LEVEL:g} %", f"{100 * (1 - LEVEL):g} %"
     return (

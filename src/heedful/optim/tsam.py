@@ -55,7 +55,7 @@ def tilted_loss(losses: Float[Tensor, " k"], tilt: float) -> Float[Tensor, ""]:
     Parameters
     ----------
     losses : Float[Tensor, " k"]
-        k >= 1 losses of any size. The result is differentiable in them, with gradient :func:`tilted_weights`.
+        k >= 1 losses of any size. The result is differentiable in them, with gradient ``tilted_weights``.
     tilt : float
         >= 0. The result does not decrease as the tilt grows.
 
@@ -82,7 +82,7 @@ class TiltedSAM(Optimizer):
 
     Each step looks at ``n_samples`` points near the weights θ. With the usual ``sampler="ascent"`` a point is a random
     ε₀ and a climb from there: ε = ε₀ + rho · g/‖g‖ with g = ∇L(θ + ε₀). The gradients at the points are averaged with
-    :func:`tilted_weights`, and the base optimizer steps with that average *from θ*, which is first restored exactly.
+    ``tilted_weights``, and the base optimizer steps with that average *from θ*, which is first restored exactly.
 
     Parameters
     ----------
@@ -154,7 +154,7 @@ class TiltedSAM(Optimizer):
     point are averaged over the ranks before they become weights; ``DistributedDataParallel`` averages the gradients.
 
     *float16.* Unscale in the closure: ``scaler.scale(loss).backward(); scaler.unscale_(optimizer); scaler.update()``.
-    An overflow then raises :class:`~heedful.errors.ConvergenceError` with the weights restored: skip that batch.
+    An overflow then raises ``ConvergenceError`` with the weights restored: skip that batch.
 
     References
     ----------
@@ -295,7 +295,7 @@ class TiltedSAM(Optimizer):
         return {**super().state_dict(), "neighbourhood": {"steps": self._steps, "generator": noise}}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on from :meth:`state_dict`, bit for bit. A checkpoint of the base optimizer alone will do for a start."""
+        """Go on from ``state_dict``, bit for bit. A checkpoint of the base optimizer alone will do for a start."""
         super().load_state_dict(state_dict)
         own = state_dict.get("neighbourhood", {"steps": 0, "generator": None})
         self._steps, self._ranks_share_noise = own["steps"], False
@@ -396,13 +396,13 @@ class TiltedSAM(Optimizer):
 class SAM(TiltedSAM):
     """Sharpness-aware minimisation: the gradient at the top of one climb from the weights.
 
-    ε = rho · g/‖g‖ with g = ∇L(θ), and the base optimizer steps from θ with ∇L(θ + ε). It is :class:`TiltedSAM` with
+    ε = rho · g/‖g‖ with g = ∇L(θ), and the base optimizer steps from θ with ∇L(θ + ε). It is ``TiltedSAM`` with
     one sample that starts at θ itself, and keeps all of its promises; ``step`` returns L(θ + ε).
 
     Parameters
     ----------
     params, base_optimizer, model, clip_norm, **base_kwargs
-        As in :class:`TiltedSAM`.
+        As in ``TiltedSAM``.
     rho : float
         Length of the climb, >= 0, in the units of the weights; usually 0.02 to 0.2. 0 is the base optimizer at twice
         its cost.

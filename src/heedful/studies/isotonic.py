@@ -59,9 +59,9 @@ class Piece(NamedTuple):
 
 @runtime_checkable
 class CalibrationTask(Protocol):
-    """What the arms calibrate, and are scored by: ``pieces()``, a sequence of :class:`Piece`, whose scores are averaged.
+    """What the arms calibrate, and are scored by: ``pieces()``, a sequence of ``Piece``, whose scores are averaged.
 
-    For probabilities and labels in memory, :class:`Probabilities` is one already::
+    For probabilities and labels in memory, ``Probabilities`` is one already::
 
         # my_tasks.py
         import numpy as np

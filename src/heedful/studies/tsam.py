@@ -36,7 +36,7 @@ BASE: dict[str, Any] = {"momentum": 0.9, "weight_decay": 5e-4}
 class TrainingTask(Protocol):
     """What the arms train, and are scored by.
 
-    For tensors in memory, :class:`Classification` is one already::
+    For tensors in memory, ``Classification`` is one already::
 
         # my_tasks.py
         from heedful.studies.tsam import Classification
@@ -145,7 +145,7 @@ def _flatness(task: TrainingTask, budget: Budget, model: nn.Module, seed: int) -
 
 @dataclasses.dataclass(frozen=True)
 class Classification:
-    """A :class:`TrainingTask` on tensors in memory, with a multi-layer perceptron."""
+    """A ``TrainingTask`` on tensors in memory, with a multi-layer perceptron."""
 
     inputs: Tensor
     targets: Tensor

@@ -80,7 +80,7 @@ class Calibrator(OneToOneFeatureMixin, TransformerMixin, Saved, BaseEstimator):
         return torch.from_numpy(q).to(P) if isinstance(P, torch.Tensor) and P.is_floating_point() else q
 
     def transform(self, P):
-        """The same as :meth:`predict_proba`, for use as a step of a pipeline."""
+        """The same as ``predict_proba``, for use as a step of a pipeline."""
         return self.predict_proba(P)
 
     def torch_module(self) -> nn.Module:

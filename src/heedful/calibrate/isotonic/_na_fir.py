@@ -133,7 +133,7 @@ def fit_scores(
     Parameters
     ----------
     cells, codes, weight, m
-        As in :class:`NormalizedLoss`.
+        As in ``NormalizedLoss``.
     floor : float
         Least value of f relative to its greatest, in (0, 1).
     tol : float

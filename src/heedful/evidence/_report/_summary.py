@@ -23,7 +23,7 @@ def result_to_json(result: StudyResult) -> dict[str, Any]:
 
     Numbers that do not exist are None. An interval is ``[low, high]`` with None for a bound at infinity. The time and place
     of single trials, their curves and logs are left out: the file is made to be kept under version control and rendered by
-    :func:`to_markdown`.
+    ``to_markdown``.
 
     Parameters
     ----------
@@ -251,7 +251,7 @@ def to_markdown(data: Mapping[str, Any]) -> str:
     Parameters
     ----------
     data : mapping
-        What :func:`result_to_json` returned, or the same read back from a file.
+        What ``result_to_json`` returned, or the same read back from a file.
     """
     verdicts = [
         [
