@@ -38,14 +38,14 @@ def _table(result: StudyResult) -> Table:
         title_justify="left",
         caption_justify="left",
         box=None,
-        padding=(0, 2, 0, 0),
+        padding=(0, 1, 0, 0),
     )
-    table.add_column("Claim", min_width=20)
+    table.add_column("Claim", min_width=16)
     table.add_column("Task", overflow="fold")
     table.add_column("Verdict", no_wrap=True)
     table.add_column("Advantage", justify="right", no_wrap=True)
     table.add_column("Interval", justify="right", no_wrap=True)
-    table.add_column("p", justify="right", no_wrap=True)
+    table.add_column("p", justify="right", no_wrap=True, min_width=5)
     for verdict in data["verdicts"]:
         claim = Text(verdict["claim"] + " (exploratory)" * verdict["exploratory"])
         if verdict["outcome"] == "inconclusive" or verdict["missing"]:  # else the interval says it all
