@@ -142,7 +142,8 @@ def test_a_small_tilt_adds_half_the_variance(seed):
 
     richardson = 2 * slope(1e-4) - slope(2e-4)  # cancels the term linear in the tilt; what is left is O(1e-8)
     torch.testing.assert_close(richardson, 0.5 * losses.var(correction=0), rtol=1e-6, atol=1e-9)
-    assert tilted_loss(losses, 1e-300) == pytest.approx(float(losses.mean()), rel=1e-12)
+    for nearly_zero in (1e-20, 1e-300, 1e-308, 5e-324):
+        assert tilted_loss(losses, nearly_zero) == pytest.approx(float(losses.mean()), rel=1e-12, abs=1e-14)
 
 
 @pytest.mark.parametrize("tilt", [-1.0, math.nan])

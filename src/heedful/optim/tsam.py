@@ -73,8 +73,8 @@ def tilted_loss(losses: Float[Tensor, " k"], tilt: float) -> Float[Tensor, ""]:
         return top
     gaps = losses - top
     growth = torch.expm1(tilt * gaps).mean()
-    # Where even expm1 underflows, the tilt is too small to be told from 0.
-    return top + torch.where(growth == 0, gaps.mean(), growth.log1p() / tilt)
+    # A tilt too small to be told from 0 would leave only the roundings of subnormal numbers.
+    return top + torch.where(growth.abs() < torch.finfo(gaps.dtype).eps, gaps.mean(), growth.log1p() / tilt)
 
 
 class TiltedSAM(Optimizer):
