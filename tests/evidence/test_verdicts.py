@@ -587,3 +587,10 @@ def test_the_least_number_of_pairs_is_the_constant(monkeypatch):
     assert verdict_on([1, 2, 3, 4]).outcome == "holds"
     monkeypatch.setattr(_verdicts, "MIN_PAIRS", 5)
     assert verdict_on([1, 2, 3, 4]).reason == "4 of 4 pairs; fewer than 5 pairs are not a test."
+
+
+@pytest.mark.parametrize("scale", [1e-200, 1e-160, 1e160])
+def test_the_t_statistic_does_not_depend_on_the_unit_however_small_or_large(scale):
+    d = np.array([0.3, -0.2, 0.9, -0.4, 0.1])
+    one, scaled = paired_t(d), paired_t(d * scale)
+    assert scaled.mean / scaled.se == pytest.approx(one.mean / one.se, rel=1e-12)

@@ -181,8 +181,10 @@ def paired_t(d: Float[np.ndarray, "*verdicts n"], rounding: float | Float[np.nda
         mean = d.mean(axis=-1) if n else np.full(d.shape[:-1], np.nan)
         return Estimate(np.asarray(mean), np.full(d.shape[:-1], np.nan), df)
     # By the range: the standard deviation of equal numbers is a rounding error, not 0, and would make t enormous.
-    varies = np.ptp(d, axis=-1) > rounding
-    se = np.where(varies, d.std(axis=-1, ddof=1) / math.sqrt(n), np.nan)
+    span = np.ptp(d, axis=-1)
+    varies = span > rounding
+    unit = np.where(varies, span, 1.0)  # squares of tiny differences would vanish, and noise look like certainty
+    se = np.where(varies, unit * (d / unit[..., None]).std(axis=-1, ddof=1) / math.sqrt(n), np.nan)
     return Estimate(np.asarray(d.mean(axis=-1)), se, df)
 
 
