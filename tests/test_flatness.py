@@ -8,7 +8,7 @@ from torch import nn
 from torch.nn.functional import cross_entropy, mse_loss
 
 from heedful._flatness import batch_loss, device_generators, perturb_
-from heedful.errors import HeedfulError, HeedfulWarning, InputError, ParameterError
+from heedful.errors import ConvergenceError, HeedfulError, HeedfulWarning, InputError, ParameterError
 from heedful.optim import flatness, hessian_eigenvalues, neighbourhood_loss
 
 
@@ -247,3 +247,24 @@ def test_no_batches_and_a_bare_tensor_are_refused():
         InputError, match=r"^batches must be an iterable of batches, e\.g\. \[\(inputs, targets\)\]; got one"
     ):
         flatness(Bowl([1.0]), mean, torch.zeros(3), [1.0])
+
+
+def test_attention_has_eigenvalues_in_spite_of_fused_kernels():
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        layers = [nn.TransformerEncoderLayer(4, 1, 4, batch_first=True), nn.Flatten(), nn.Linear(12, 2)]
+        model = nn.Sequential(*layers)
+    batches = [(torch.randn(5, 3, 4, generator=seeded()), torch.tensor([0, 1, 0, 1, 1]))]
+    (top,) = hessian_eigenvalues(model, cross_entropy, batches, k=1, generator=seeded())
+    assert top > 0
+
+
+@pytest.mark.parametrize("measure", [hessian_eigenvalues, lambda *a: neighbourhood_loss(*a, std=0.1)])
+def test_a_frozen_model_is_told(measure):
+    with pytest.raises(InputError, match="Unfreeze"):
+        measure(nn.Linear(1, 2).requires_grad_(False), cross_entropy, ONE_BATCH)
+
+
+def test_weights_that_are_not_finite_have_no_eigenvalues():
+    with pytest.raises(ConvergenceError, match="NaN"):
+        hessian_eigenvalues(Bowl([1.0, math.nan]), mean, ONE_BATCH, k=1, generator=seeded())

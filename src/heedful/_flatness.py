@@ -13,12 +13,13 @@ from typing import Any
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.utils import get_total_norm
 
 from heedful._random import torch_generator
 from heedful._results import Report
 from heedful._validation import require_number
-from heedful.errors import HeedfulWarning, InputError, ParameterError
+from heedful.errors import ConvergenceError, HeedfulWarning, InputError, ParameterError
 
 Generators = Mapping[torch.device, torch.Generator]
 
@@ -86,7 +87,8 @@ def hessian_eigenvalues(
 
     def product(direction: Tensor) -> Tensor:
         parts = [part.view_as(p) for part, p in zip(direction.split([p.numel() for p in params]), params, strict=True)]
-        with torch.enable_grad():
+        # The fused kernels of attention have no second derivative.
+        with torch.enable_grad(), sdpa_kernel(SDPBackend.MATH):
             images = [_hessian_product(batch_loss(model, loss_fn, batch), params, parts) for batch in batches]
         return _mean_by_length(images, batches)
 
@@ -273,6 +275,10 @@ def _lanczos(
         tridiagonal[m, m] = float(basis[m] @ image)
         direction = _orthogonal(image, basis[: m + 1])
         beta = float(direction.norm())
+        if not math.isfinite(beta):
+            raise ConvergenceError(
+                "A Hessian-vector product is NaN or infinite. Check the weights, the batches and loss_fn."
+            )
         values, vectors = torch.linalg.eigh(tridiagonal[: m + 1, : m + 1])
         scale = float(values.abs().max())
         if beta <= torch.finfo(image.dtype).eps * scale:  # The span is invariant, its eigenvalues exact: start afresh.
@@ -303,7 +309,10 @@ def _hessian_product(loss: Tensor, params: Sequence[Tensor], direction: Sequence
 
 
 def _weights(model: nn.Module) -> list[Tensor]:
-    return [p for p in model.parameters() if p.requires_grad]
+    params: list[Tensor] = [p for p in model.parameters() if p.requires_grad and p.numel()]
+    if not params:
+        raise InputError("No parameter of the model requires a gradient, so nothing can be measured. Unfreeze some.")
+    return params
 
 
 def _mean_loss(model: nn.Module, loss_fn: Callable[..., Tensor], batches: Sequence[Any]) -> Tensor:

@@ -885,3 +885,71 @@ def test_two_processes_share_the_noise_of_rank_0_and_equal_one_process():
         for weights, _ in ranks:
             for left, right in zip(weights, expected, strict=True):
                 torch.testing.assert_close(torch.from_numpy(left), right, rtol=1e-6, atol=1e-9)
+
+
+# Found from outside.
+
+
+def test_an_autocast_around_the_step_sees_the_points_visited():
+    def losses(cache_enabled):
+        w = nn.Parameter(torch.ones(4, 4))
+        optimizer = TiltedSAM([w], rho=1.0, lr=0.1, generator=seeded())
+
+        def closure():
+            optimizer.zero_grad()
+            loss = (torch.ones(1, 4) @ w).float().square().mean()
+            loss.backward()
+            return loss
+
+        with torch.autocast("cpu", torch.bfloat16, cache_enabled=cache_enabled):
+            optimizer.step(closure)
+        return optimizer.last_losses
+
+    assert len(losses(False).unique()) == 3
+    assert torch.equal(losses(True), losses(False))
+
+
+def test_a_closure_may_return_the_same_memory_every_time():
+    w, closure, _ = point([3.0, 4.0], lambda w: w.square().sum())
+    memory, losses = torch.zeros((), dtype=torch.float64), []
+
+    def in_place():
+        losses.append(float(memory.copy_(closure().detach())))
+        return memory
+
+    optimizer = TiltedSAM([w], lr=0.1, generator=seeded())
+    optimizer.step(in_place)
+    assert optimizer.last_losses.tolist() == losses[1::2]
+
+
+def test_parameters_without_entries_are_let_be():
+    w, closure, _ = point([3.0, 4.0], lambda w: w.square().sum() + empty.sum())
+    empty = nn.Parameter(torch.empty(0, 3))
+    TiltedSAM([w, empty], lr=0.1, generator=seeded()).step(closure)
+    assert w.detach().norm() < 5
+
+
+def test_a_sparse_gradient_is_refused_with_the_weights_restored():
+    embedding = nn.Embedding(5, 2, sparse=True)
+    before = weights_of(embedding)
+    batch = torch.tensor([1, 2]), torch.zeros(2, 2)
+    with pytest.raises(ClosureError, match="sparse=False"):
+        TiltedSAM(embedding.parameters(), lr=0.1).step(closure_step(embedding, batch, nn.functional.mse_loss))
+    assert_same(weights_of(embedding), before)
+
+
+def test_maximising_is_refused():
+    w, closure, _ = point([3.0, 4.0], lambda w: w.square().sum())
+    with pytest.raises(ParameterError, match="maximize"):
+        SAM([w], lr=0.1, maximize=True).step(closure)
+
+
+@pytest.mark.parametrize("noise", ["gaussian", "uniform"])
+def test_hmc_starts_in_the_ball_too(noise):
+    w, closure, visited = point(torch.zeros(8), lambda w: w.sum())
+    TiltedSAM([w], lr=0.0, sampler="hmc", noise=noise, rho=0.1, generator=seeded()).step(closure)
+    assert max(at.norm() for at in visited) <= 0.1 + 1e-9
+
+
+def test_without_a_tilt_weights_are_equal_however_far_apart_the_losses():
+    assert tilted_weights(torch.tensor([3e38, -3e38]), 0.0).tolist() == [0.5, 0.5]

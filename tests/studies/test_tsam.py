@@ -82,6 +82,16 @@ def test_digits_are_split_and_relabelled_as_declared(name):
     assert not torch.equal(build(split="test", seed=1).inputs, test.inputs)
 
 
+def test_no_test_image_of_any_seed_trains_or_validates_in_another():
+    build = study.tasks["noisy_digits_epochs"].build
+    tested = {row.numpy().tobytes() for seed in (0, 1) for row in build(split="test", seed=seed).held_out_inputs}
+    assert len(tested) == 797
+    for seed in (0, 1000):
+        task = build(split="validation", seed=seed)
+        used = {row.numpy().tobytes() for row in torch.cat([task.inputs, task.held_out_inputs])}
+        assert not used & tested
+
+
 @pytest.mark.parametrize(
     ("name", "sizes", "width", "wrong"),
     [
@@ -109,6 +119,15 @@ def test_label_noise_replaces_the_share_asked_for_by_other_classes():
     assert (noisy != y).sum() == 400
     assert set(noisy.tolist()) == set(range(10))
     assert torch.equal(tsam._relabelled(y, 0.0, n_classes=10, seed=0), y)
+
+
+def test_wrong_labels_are_spread_over_the_first_epoch():
+    y = torch.zeros(600, dtype=torch.long)
+    noisy = tsam._relabelled(y, 0.4, n_classes=10, seed=0)
+    task = Classification(y[:, None], noisy, y, y, batch_size=30, equal="steps", split="test")
+    wrong = torch.stack([(targets != 0).double().mean() for _, targets in task.batches(20, seed=0)])
+    assert wrong.mean() == pytest.approx(0.4)
+    assert 0.05 < wrong.min() <= wrong.max() < 0.75  # four standard deviations of a batch of 30, 0.09 each
 
 
 def test_accuracy_is_in_percent_of_the_held_out_part():

@@ -258,8 +258,10 @@ class TiltedSAM(Optimizer):
         name = type(self).__name__
         if closure is None:
             raise ClosureError(f"{name}.step() needs a closure, since it evaluates the loss more than once.{_EXAMPLE}")
+        if any(group.get("maximize") for group in self.param_groups):
+            raise ParameterError(f"{name} minimises; got maximize=True. Return the negated objective from the closure.")
         exponent = self._exponent()
-        params = [p for group in self.param_groups for p in group["params"] if p.requires_grad]
+        params = [p for group in self.param_groups for p in group["params"] if p.requires_grad and p.numel()]
         if not params:
             raise InputError(f"{name}.step(): every parameter has requires_grad=False. Unfreeze some.")
         gradient = _TiltedMean(exponent)
@@ -338,14 +340,15 @@ class TiltedSAM(Optimizer):
 
     def _scatter(self, params: list[Tensor], home: list[Tensor], generators: Generators) -> None:
         """Put the parameters at θ + ε₀."""
+        radius = min(self.radius, self.rho) if self.sampler == "hmc" else self.radius
         if not self._has_noise:
             torch._foreach_copy_(params, home)
         elif self.noise == "gaussian":
-            perturb_(params, home, generators, lambda norm: (self.noise_std * norm).clamp(max=self.radius))
+            perturb_(params, home, generators, lambda norm: (self.noise_std * norm).clamp(max=radius))
         else:
             size, device = sum(p.numel() for p in params), params[0].device
             share = torch.rand((), generator=generators[device], device=device) ** (1 / size)
-            perturb_(params, home, generators, lambda norm: self.radius * share)
+            perturb_(params, home, generators, lambda norm: radius * share)
 
     def _moves(self, params: list[Tensor], home: list[Tensor], generators: Generators) -> list[Callable[[], None]]:
         """What leads from θ + ε₀ to a sampled point; each move uses the gradient where it starts."""
@@ -361,6 +364,7 @@ class TiltedSAM(Optimizer):
         """The loss where the parameters are, its gradient in ``.grad``."""
         for p in params:  # So that a closure that forgets to, or never calls backward, cannot pass unseen.
             p.grad = None
+        torch.clear_autocast_cache()  # Of an autocast around the step: its half-precision copies are of another point.
         with _frozen_statistics(None if update_statistics else self.model), torch.enable_grad():
             loss = closure()
         if not isinstance(loss, Tensor) or loss.numel() != 1:
@@ -370,9 +374,13 @@ class TiltedSAM(Optimizer):
             )
         if all(p.grad is None for p in params):
             raise ClosureError(f"The closure left every .grad at None; it must call loss.backward().{_EXAMPLE}")
+        if any(p.grad is not None and p.grad.layout is not torch.strided for p in params):
+            raise ClosureError(
+                "The closure left a sparse gradient; every gradient must be dense. Make embeddings with sparse=False."
+            )
         if self.clip_norm is not None:
             nn.utils.clip_grad_norm_(params, self.clip_norm)
-        loss = loss.detach().reshape(())
+        loss = loss.detach().reshape(()).clone()  # A closure may return the same memory every time.
         return _mean_over_ranks(loss.float() if loss.dtype.itemsize < 4 else loss)
 
     @property
@@ -557,7 +565,9 @@ def _reached(params: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
 
 
 def _exp_tilt(gaps: Tensor, tilt: float) -> Tensor:
-    """exp(tilt · gap) for gaps <= 0, also for an infinite tilt."""
+    """exp(tilt · gap) for gaps <= 0, also for an infinite tilt and, at tilt 0, infinite gaps."""
+    if tilt == 0:
+        return torch.ones_like(gaps)
     return (gaps == 0).to(gaps.dtype) if tilt == math.inf else torch.exp(tilt * gaps)
 
 
@@ -581,7 +591,6 @@ def _n_ranks() -> int:
 
 def _mean_over_ranks(loss: Tensor) -> Tensor:
     if _n_ranks() > 1:
-        loss = loss.clone()
         dist.all_reduce(loss)
         loss /= _n_ranks()
     return loss

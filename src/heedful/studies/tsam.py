@@ -20,6 +20,7 @@ from torch.optim import SGD, Optimizer
 from torch.optim.lr_scheduler import CosineAnnealingLR
 
 from heedful import data
+from heedful._random import spawn
 from heedful.errors import MissingExtraError
 from heedful.evidence import Arm, Budget, Claim, Metric, Outcome, Study, Task
 from heedful.optim import SAM, TiltedSAM, closure_step, hessian_eigenvalues, neighbourhood_loss
@@ -162,6 +163,7 @@ class Classification:
 
     def batches(self, steps: int, seed: int) -> Iterator[tuple[Tensor, Tensor]]:
         """Epoch after epoch in a new order each; what does not fill a batch is left out of the epoch."""
+        (seed,) = spawn(seed, 1)  # So that no order here repeats one that a builder drew from the same seed.
         generator = torch.Generator().manual_seed(seed)
         n = len(self.inputs) - len(self.inputs) % self.batch_size
         epochs = (torch.randperm(len(self.inputs), generator=generator)[:n] for _ in itertools.count())
@@ -181,8 +183,7 @@ def noisy_digits(*, split: _Split, seed: int, equal: _Unit) -> Classification:
     """600 of scikit-learn's digits, 40 % of them with another label; 400 validate and 797 test, all labelled right."""
     digits = data.load("digits")
     x, y = torch.tensor(digits.X / 16, dtype=torch.float32), torch.tensor(digits.y)
-    order = _shuffled(len(y), seed)
-    train, held_out = order[:600], order[600:1000] if split == "validation" else order[1000:]
+    train, held_out = _parts(len(y), 600, 400, split=split, seed=seed)
     noisy = _relabelled(y[train], 0.4, n_classes=10, seed=seed)
     return Classification(x[train], noisy, x[held_out], y[held_out], batch_size=30, equal=equal, split=split)
 
@@ -205,10 +206,12 @@ def fashion(*, split: _Split, seed: int, equal: _Unit, noise: float = 0.0) -> Cl
 
 
 def sentiment(*, split: _Split, seed: int, equal: _Unit) -> Classification:
-    """Is a sentence of a film review positive? 3000 sentences train, 1000 validate, the rest test; mean token vectors."""
+    """Is a sentence of a film review positive? 3000 sentences train, 1000 validate, the rest test; mean token vectors.
+
+    The vectors are standardised over all sentences, without their labels.
+    """
     x, y = _sentence_vectors()
-    order = _shuffled(len(y), seed)
-    train, held_out = order[:3000], order[3000:4000] if split == "validation" else order[4000:]
+    train, held_out = _parts(len(y), 3000, 1000, split=split, seed=seed)
     return Classification(x[train], y[train], x[held_out], y[held_out], batch_size=60, equal=equal, split=split)
 
 
@@ -226,6 +229,13 @@ def _sentence_vectors() -> tuple[Tensor, Tensor]:
     vectors = np.stack([embedding.vectors[encoded.ids].mean(0) for encoded in tokens])
     vectors = (vectors - vectors.mean(0)) / vectors.std(0)
     return torch.tensor(vectors), torch.tensor(sentences.ratings[chosen] > 0).long()
+
+
+def _parts(n: int, n_train: int, n_validation: int, *, split: _Split, seed: int) -> tuple[Tensor, Tensor]:
+    """Rows that train, and rows that are scored. No seed ever trains or validates on a test row of another."""
+    own, test = _shuffled(n, 0).split([n_train + n_validation, n - n_train - n_validation])
+    train, validation = own[_shuffled(len(own), seed)].split([n_train, n_validation])
+    return train, validation if split == "validation" else test
 
 
 def _shuffled(n: int, seed: int) -> Tensor:
@@ -271,17 +281,22 @@ study = Study(
     tasks={**_tasks(_EPOCHS, "steps"), **_tasks(_GRADIENTS, "gradients")},
     arms={
         "sgd": Arm(sgd, grid={"lr": [0.005, 0.01, 0.02, 0.05, 0.1, 0.2]}),
-        "sam": Arm(sam, grid={"lr": [0.1], "rho": [0.02, 0.05, 0.1, 0.2, 0.3, 0.4]}),
-        "average_perturbation": Arm(
-            average_perturbation, grid={"lr": [0.1], "radius": [0.5, 1.0, 2.0, 4.0, 8.0, 16.0]}
+        "sam": Arm(sam, grid={"lr": [0.02, 0.1], "rho": [0.02, 0.1, 0.3]}),
+        "average_perturbation": Arm(average_perturbation, grid={"lr": [0.02, 0.1], "radius": [0.1, 0.5, 2.0]}),
+        "rsam": Arm(
+            rsam,
+            grid=[
+                {"lr": lr, "rho": rho, "radius": radius}
+                for lr in (0.02, 0.1)
+                for rho, radius in ((0.02, 0.3), (0.1, 0.3), (0.3, 1.0))
+            ],
         ),
-        "rsam": Arm(rsam, grid={"lr": [0.1], "rho": [0.05, 0.1, 0.3], "radius": [0.3, 1.0]}),
         "tsam": Arm(
             tsam,
             grid=[
-                {"lr": 0.1, "rho": rho, "radius": radius, "tilt": tilt}
-                for rho in (0.05, 0.1, 0.3)
-                for radius, tilt in ((0.3, 1.0), (1.0, 20.0))
+                {"lr": lr, "rho": rho, "radius": radius, "tilt": tilt}
+                for lr in (0.02, 0.1)
+                for rho, radius, tilt in ((0.02, 0.3, 20.0), (0.1, 0.3, 20.0), (0.3, 1.0, 1.0))
             ],
             aware=True,
         ),
@@ -301,7 +316,7 @@ study = Study(
         "quick": Budget(
             seeds=3, tasks=("noisy_digits_epochs", "noisy_digits_gradients"), steps=200, gradients=600, neighbours=10
         ),
-        "full": Budget(seeds=5, steps=500, gradients=1500, neighbours=10),
+        "full": Budget(seeds=5, tuning_seeds=2, steps=500, gradients=1500, neighbours=10),
     },
     protocol=TrainingTask,
     unit="steps or gradient evaluations",
