@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from heedful.errors import HeedfulWarning, InputError, ParameterError
+from heedful.errors import HeedfulWarning, InputError, NotFittedError, ParameterError
 
 
 def require_finite(x: np.ndarray, name: str) -> np.ndarray:
@@ -67,6 +67,17 @@ def as_probabilities(
     # Rows that are right but for rounding stay as they are: dividing would part equal scores by a last bit.
     wrong = off > 1e-6
     return np.where(wrong[:, None], P / sums[:, None], P) if wrong.any() else P
+
+
+def require_fitted(estimator: Any) -> None:
+    """Raise heedful's ``NotFittedError``, which is scikit-learn's too, unless ``estimator`` has been fitted."""
+    from sklearn.exceptions import NotFittedError as SklearnNotFittedError
+    from sklearn.utils.validation import check_is_fitted
+
+    try:
+        check_is_fitted(estimator)
+    except SklearnNotFittedError as error:
+        raise NotFittedError(str(error)) from None
 
 
 def require_number(

@@ -11,7 +11,7 @@ import pytest
 from heedful import data
 from heedful._files import load_arrays
 from heedful.data import RatedTexts, Table, Texts, TokenEmbeddings, Views
-from heedful.data._cache import _from_arrays, cached_file, content_checksum, to_arrays
+from heedful.data._cache import _from_arrays, cached_file, content_checksum, fill_cache, to_arrays
 from heedful.errors import DataUnavailableError
 from tests.data import toys
 
@@ -165,3 +165,12 @@ def test_the_cached_file_says_which_data_it_holds(home):
     data.load("toy")
     _, meta = load_arrays(cached_file(toys.dataset(), data.folder()))
     assert meta["data"] == "toy"
+
+
+def test_a_data_folder_that_is_a_file_is_explained(tmp_path):
+    (tmp_path / "data").write_text("mine")
+    with pytest.raises(
+        DataUnavailableError, match=r"is a file, and data are kept in a folder. Set HEEDFUL_DATA to a folder"
+    ):
+        fill_cache(toys.dataset(), tmp_path / "data", lambda work: toys.content())
+    assert (tmp_path / "data").read_text() == "mine"

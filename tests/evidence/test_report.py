@@ -10,7 +10,7 @@ from html.parser import HTMLParser
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from rich.console import Console
 
@@ -346,6 +346,7 @@ def test_infinite_and_far_bounds_become_arrows_and_near_ones_do_not():
     assert rows[0].bar.low == rows[0].boundary
 
 
+@example(values=[2.0, 1.1125369292536007e-308], log=True)
 @given(values=st.lists(st.floats(-1e9, 1e9), min_size=1, max_size=5), log=st.booleans())
 def test_an_axis_shows_all_its_values_in_order_with_ticks_inside(values, log):
     axis = Axis.over(values, log=log)

@@ -21,7 +21,7 @@ from filelock import FileLock
 from heedful._files import load_arrays, save_arrays, write_atomic
 from heedful.data._forms import Form
 from heedful.data._registry import DataSet
-from heedful.errors import FileFormatError
+from heedful.errors import DataUnavailableError, FileFormatError
 
 
 def cache_folder() -> Path:
@@ -62,6 +62,8 @@ def fill_cache(dataset: DataSet, folder: Path, obtain: Callable[[Path], Form]) -
     system and ends with the process that holds it, so whatever lies in the work folder when the lock is taken was left
     by a process that died.
     """
+    if folder.exists() and not folder.is_dir():
+        raise DataUnavailableError(f"{folder} is a file, and data are kept in a folder. Set HEEDFUL_DATA to a folder.")
     folder.mkdir(parents=True, exist_ok=True)
     work = folder / f".{dataset.name}.partial"
     with FileLock(folder / f".{dataset.name}.lock"):

@@ -70,12 +70,18 @@ class TrainingTask(Protocol):
 
 def sgd(task: TrainingTask, *, budget: Budget, seed: int, lr: float) -> Outcome:
     """At the weights."""
-    return _train(task, budget, seed, lambda params: SGD(params, lr=lr, **BASE), gradients_per_step=1)
+    return _train(task, budget, seed, lambda model: SGD(model.parameters(), lr=lr, **BASE), gradients_per_step=1)
 
 
 def sam(task: TrainingTask, *, budget: Budget, seed: int, lr: float, rho: float) -> Outcome:
     """At the top of one climb from the weights."""
-    return _train(task, budget, seed, lambda params: SAM(params, rho=rho, lr=lr, **BASE), gradients_per_step=2)
+    return _train(
+        task,
+        budget,
+        seed,
+        lambda model: SAM(model.parameters(), model=model, rho=rho, lr=lr, **BASE),
+        gradients_per_step=2,
+    )
 
 
 def average_perturbation(task: TrainingTask, *, budget: Budget, seed: int, lr: float, radius: float) -> Outcome:
@@ -98,22 +104,26 @@ def tsam(
     return _train(task, budget, seed, make, gradients_per_step=2 * SAMPLES)
 
 
-def _tilted(seed: int, **settings: Any) -> Callable[[Iterable[nn.Parameter]], Optimizer]:
-    return lambda params: TiltedSAM(params, generator=torch.Generator().manual_seed(seed), **settings, **BASE)
+def _tilted(seed: int, **settings: Any) -> Callable[[nn.Module], Optimizer]:
+    def make(model: nn.Module) -> Optimizer:
+        generator = torch.Generator().manual_seed(seed)
+        return TiltedSAM(model.parameters(), model=model, generator=generator, **settings, **BASE)
+
+    return make
 
 
 def _train(
     task: TrainingTask,
     budget: Budget,
     seed: int,
-    make_optimizer: Callable[[Iterable[nn.Parameter]], Optimizer],
+    make_optimizer: Callable[[nn.Module], Optimizer],
     *,
     gradients_per_step: int,
 ) -> Outcome:
     """Spend the budget, then measure."""
     steps = budget.steps if task.equal == "steps" else budget.gradients // gradients_per_step
     model = task.network(seed)
-    optimizer = make_optimizer(model.parameters())
+    optimizer = make_optimizer(model)
     scheduler = CosineAnnealingLR(optimizer, steps)
     losses = []
     for step, batch in enumerate(task.batches(steps, seed)):

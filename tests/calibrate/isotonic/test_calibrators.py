@@ -19,6 +19,7 @@ from sklearn.metrics import log_loss
 from sklearn.naive_bayes import GaussianNB
 from sklearn.utils.estimator_checks import check_estimator
 
+from heedful._files import load_arrays, save_arrays
 from heedful.calibrate import (
     DirichletCalibrator,
     FlattenedIsotonicCalibrator,
@@ -679,3 +680,13 @@ def test_large_logits_keep_their_differences(draw):
     P, y = draw(2000, 4, 0)
     one, hundred = (TemperatureCalibrator(input="logits").fit(factor * np.log(P), y) for factor in (1.0, 40.0))
     assert hundred.temperature_ / one.temperature_ == pytest.approx(40.0, rel=0.05)
+
+
+@pytest.mark.parametrize("garble", [lambda m: m["fitted"].pop("epsilon_"), lambda m: m["classes"].append(9)])
+def test_a_file_that_lacks_or_garbles_a_part_is_refused_when_it_is_read(draw, tmp_path, garble):
+    FlattenedIsotonicCalibrator().fit(*draw(50, 3, 0)).save(tmp_path / "c.safetensors")
+    arrays, meta = load_arrays(tmp_path / "c.safetensors")
+    garble(meta)
+    save_arrays(tmp_path / "d.safetensors", arrays, meta)
+    with pytest.raises(FileFormatError, match="lacks or garbles a part of a FlattenedIsotonicCalibrator"):
+        FlattenedIsotonicCalibrator.load(tmp_path / "d.safetensors")

@@ -2,12 +2,13 @@ import numpy as np
 import pandas as pd
 import pytest
 import sklearn
+import sklearn.exceptions
 from sklearn.base import clone
 from sklearn.calibration import CalibratedClassifierCV
 from sklearn.datasets import load_digits, load_iris, make_classification
 from sklearn.ensemble import RandomForestClassifier
 from sklearn.frozen import FrozenEstimator
-from sklearn.linear_model import LogisticRegression
+from sklearn.linear_model import LinearRegression, LogisticRegression
 from sklearn.metrics import log_loss
 from sklearn.model_selection import GroupKFold, LeaveOneOut, PredefinedSplit, StratifiedKFold
 from sklearn.naive_bayes import GaussianNB
@@ -17,12 +18,13 @@ from sklearn.utils.estimator_checks import check_estimator
 
 from heedful.calibrate import (
     CalibratedClassifier,
+    FlattenedIsotonicCalibrator,
     NormalizationAwareIsotonicCalibrator,
     OneVsRestIsotonicCalibrator,
     SortedCumulativeIsotonicCalibrator,
     TemperatureCalibrator,
 )
-from heedful.errors import HeedfulWarning, InputError, ParameterError
+from heedful.errors import HeedfulWarning, InputError, NotFittedError, ParameterError
 
 METHODS = ["na_fir", "scir", "fir", "ovr", "temperature", "vector", "dirichlet"]
 
@@ -246,3 +248,18 @@ def test_a_frozen_classifier_keeps_its_classes_and_needs_no_folds():
         InputError, match=r"labels \[3\] that the frozen classifier does not know; its classes are \[0, 1, 2\]"
     ):
         CalibratedClassifier(frozen).fit(X, y + 1)
+
+
+def test_what_is_no_classifier_is_refused_at_the_door():
+    X, y = load_iris(return_X_y=True)
+    with pytest.raises(
+        ParameterError, match=r"needs a classifier with predict_proba or decision_function; got LinearRegression"
+    ):
+        CalibratedClassifier(LinearRegression()).fit(X, y)
+
+
+def test_asking_before_fitting_is_heedfuls_error_and_scikit_learns():
+    for unfitted in (CalibratedClassifier(), FlattenedIsotonicCalibrator()):
+        with pytest.raises(NotFittedError, match="not fitted yet") as caught:
+            unfitted.predict_proba([[0.5, 0.5]])
+        assert isinstance(caught.value, sklearn.exceptions.NotFittedError)

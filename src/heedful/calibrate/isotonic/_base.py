@@ -7,16 +7,17 @@ import numpy as np
 import torch
 from scipy import sparse
 from sklearn.base import BaseEstimator, OneToOneFeatureMixin, TransformerMixin
-from sklearn.utils.validation import check_is_fitted, validate_data
+from sklearn.utils.validation import validate_data
 from torch import nn
 
 from heedful._files import Saved
-from heedful._validation import as_probabilities, require_choice, require_finite, require_number
+from heedful._validation import as_probabilities, require_choice, require_finite, require_fitted, require_number
 from heedful.calibrate.isotonic._labels import label_codes, to_numpy
 from heedful.calibrate.isotonic._pooled import merge_ties, row_chunks
 from heedful.errors import HeedfulWarning, InputError
 
 Input = Literal["proba", "logits"]
+_FITTED_NUMBERS = ("epsilon_", "optimality_gap_", "n_iter_", "n_features_in_")
 C = TypeVar("C", bound="Calibrator")
 
 
@@ -71,7 +72,7 @@ class Calibrator(OneToOneFeatureMixin, TransformerMixin, Saved, BaseEstimator):
 
     def predict_proba(self, P):
         """Calibrated probabilities, shape (m, K): an array, or a tensor like P if P is one."""
-        check_is_fitted(self)
+        require_fitted(self)
         matrix = self._read(P, reset=False)
         calibrate, q = self._map("proba"), np.empty_like(matrix)
         with torch.no_grad():
@@ -88,7 +89,7 @@ class Calibrator(OneToOneFeatureMixin, TransformerMixin, Saved, BaseEstimator):
 
         It computes in float64 (``.float()`` changes that) and returns the dtype and device it was given.
         """
-        check_is_fitted(self)
+        require_fitted(self)
         return self._map(self.input)
 
     def __sklearn_tags__(self):
@@ -145,8 +146,8 @@ class Calibrator(OneToOneFeatureMixin, TransformerMixin, Saved, BaseEstimator):
             )
 
     def _to_saved(self) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
-        check_is_fitted(self)
-        fitted = {name: getattr(self, name) for name in ("epsilon_", "optimality_gap_", "n_iter_", "n_features_in_")}
+        require_fitted(self)
+        fitted = {name: getattr(self, name) for name in _FITTED_NUMBERS}
         names = getattr(self, "feature_names_in_", None)
         meta = {
             "parameters": {
@@ -163,9 +164,12 @@ class Calibrator(OneToOneFeatureMixin, TransformerMixin, Saved, BaseEstimator):
     def _from_saved(cls: type[C], arrays: dict[str, np.ndarray], meta: dict[str, Any]) -> C:
         self = cls(**meta["parameters"])
         self._check_parameters()
-        for name, value in ({name: arrays[name] for name in cls._arrays} | meta["fitted"]).items():
-            setattr(self, name, value)
+        for names, values in ((cls._arrays, arrays), (_FITTED_NUMBERS, meta["fitted"])):
+            for name in names:
+                setattr(self, name, values[name])
         self.classes_ = np.array(meta["classes"], dtype=np.dtype(meta["classes_dtype"]))
+        if len(self.classes_) != self.n_features_in_:
+            raise ValueError(f"{len(self.classes_)} classes for {self.n_features_in_} columns")
         if meta["feature_names"] is not None:
             self.feature_names_in_ = np.array(meta["feature_names"], dtype=object)
         return self

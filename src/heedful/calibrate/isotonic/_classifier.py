@@ -13,10 +13,10 @@ from sklearn.svm import LinearSVC
 from sklearn.utils import Bunch, _safe_indexing, assert_all_finite, get_tags, indexable
 from sklearn.utils.metadata_routing import MetadataRouter, MethodMapping, process_routing
 from sklearn.utils.multiclass import check_classification_targets
-from sklearn.utils.validation import _check_method_params, _check_sample_weight, check_is_fitted, column_or_1d
+from sklearn.utils.validation import _check_method_params, _check_sample_weight, column_or_1d
 
 from heedful._random import spawn
-from heedful._validation import as_probabilities, require_choice
+from heedful._validation import as_probabilities, require_choice, require_fitted
 from heedful.calibrate.isotonic._base import Calibrator
 from heedful.calibrate.isotonic._calibrators import (
     FlattenedIsotonicCalibrator,
@@ -120,6 +120,11 @@ class CalibratedClassifier(ClassifierMixin, MetaEstimatorMixin, BaseEstimator):
         assert_all_finite(y, input_name="y")
         check_classification_targets(y)
         estimator = self._estimator()
+        if not (hasattr(estimator, "predict_proba") or hasattr(estimator, "decision_function")):
+            raise ParameterError(
+                "CalibratedClassifier needs a classifier with predict_proba or decision_function; got "
+                f"{estimator!r}. A regressor's output cannot be calibrated here."
+            )
         frozen = isinstance(estimator, FrozenEstimator)
         self.classes_, codes = _frozen_codes(estimator, y) if frozen else np.unique(y, return_inverse=True)
         params = self._route(estimator, sample_weight, fit_params)
@@ -159,13 +164,13 @@ class CalibratedClassifier(ClassifierMixin, MetaEstimatorMixin, BaseEstimator):
 
     def predict_proba(self, X) -> np.ndarray:
         """Calibrated probabilities, shape (m, K): the mean over the fitted pairs."""
-        check_is_fitted(self)
+        require_fitted(self)
         pairs = self.calibrated_classifiers_
         return sum(p.calibrator.predict_proba(self._probabilities(p.estimator, X)) for p in pairs) / len(pairs)
 
     def predict(self, X) -> np.ndarray:
         """The class with the largest calibrated probability; it can differ from what the classifier itself predicts."""
-        check_is_fitted(self)
+        require_fitted(self)
         return self.classes_[self.predict_proba(X).argmax(axis=1)]
 
     def get_metadata_routing(self) -> MetadataRouter:

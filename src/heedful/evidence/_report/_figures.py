@@ -6,6 +6,7 @@ figure fills its column on any screen while letters and marks keep their size.
 
 import dataclasses
 import math
+import sys
 from collections.abc import Iterable, Sequence
 
 import numpy as np
@@ -34,7 +35,8 @@ class Axis:
         low, high = min(finite), max(finite)
         if log and low > 0 and high > _LOG_FROM * low:
             room = (high / low) ** 0.05
-            return cls(low / room, high * room, log=True)
+            if low / room >= sys.float_info.min and high * room <= sys.float_info.max:  # else no logarithm of the ends
+                return cls(low / room, high * room, log=True)
         # Equal values: a scale of their own size around them, wide enough to survive float64.
         room = 0.05 * (high - low) or 0.1 * abs(high) or 1.0
         return cls(low - room, high + room)
