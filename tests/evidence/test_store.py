@@ -1,6 +1,7 @@
 import dataclasses
 import multiprocessing
 import sqlite3
+import threading
 
 import pandas as pd
 import pytest
@@ -64,6 +65,23 @@ def _claim_many(path):
         for trial in mine:
             store.finish(trial, DONE)
         return [trial.seed for trial in mine]
+
+
+def test_a_new_store_may_be_opened_by_several_at_once(tmp_path):
+    opened, together = [], threading.Barrier(3)
+
+    def open_it(path):
+        together.wait()
+        with Store(path):
+            opened.append(path)
+
+    for i in range(30):  # Without the lock about every tenth file fails.
+        threads = [threading.Thread(target=open_it, args=(tmp_path / f"{i}.sqlite",)) for _ in range(3)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert len(opened) == 90
 
 
 def test_fresh_runs_everything_again_once_and_deletes_nothing(path):

@@ -19,6 +19,7 @@ from typing import Literal
 import pandas as pd
 import platformdirs
 import psutil
+from filelock import FileLock
 
 from heedful._files import write_atomic
 from heedful._machine import fingerprint
@@ -75,24 +76,25 @@ class Store:
             self._db = sqlite3.connect(self.path, timeout=60, isolation_level=None)
             self._db.row_factory = sqlite3.Row
             try:
-                self._open()
+                with FileLock(f"{self.path}-lock"):  # SQLite does not wait where the journal of a new file changes.
+                    self._open()
             except BaseException:
                 self._db.close()
                 raise
 
     def _open(self) -> None:
         """Make an empty file a store; change nothing in a file that is something else."""
-        version = self._db.execute("PRAGMA user_version").fetchone()[0]
-        tables = {row["name"] for row in self._db.execute("SELECT name FROM sqlite_master WHERE type = 'table'")}
-        if version > _FORMAT:
-            raise FileFormatError(f"{self.path} has format {version}; this heedful knows {_FORMAT}. Update heedful.")
-        if tables if version == 0 else "trials" not in tables:
-            raise FileFormatError(f"{self.path} is not a store of trials but another program's. Name another file.")
-        self._db.execute("PRAGMA journal_mode = WAL")
-        self._db.execute("PRAGMA synchronous = NORMAL")
         with self._transaction():
+            version = self._db.execute("PRAGMA user_version").fetchone()[0]
+            tables = {row["name"] for row in self._db.execute("SELECT name FROM sqlite_master WHERE type = 'table'")}
+            if version > _FORMAT:
+                raise FileFormatError(f"{self.path} has format {version}; this heedful knows {_FORMAT}. Update heedful.")
+            if tables if version == 0 else "trials" not in tables:
+                raise FileFormatError(f"{self.path} is not a store of trials but another program's. Name another file.")
             self._db.execute(_SCHEMA)
             self._db.execute(f"PRAGMA user_version = {_FORMAT}")
+        self._db.execute("PRAGMA journal_mode = WAL")
+        self._db.execute("PRAGMA synchronous = NORMAL")
         self._newest = self._last_row()
 
     def __enter__(self) -> "Store":
