@@ -107,6 +107,15 @@ def test_without_a_prefix_all_other_columns_are_probabilities_and_numbers_name_c
     assert results[0]["nll"] == pytest.approx(results[1]["nll"]) == pytest.approx(log_loss(y, P))
 
 
+def test_class_names_that_look_like_values_stay_names(problem, tmp_path):
+    P, y = problem
+    names = np.array(["NA", "01", "1"])
+    table = pd.DataFrame(P, columns=[f"p_{name}" for name in names]).assign(y=names[y])
+    table.to_csv(tmp_path / "names.csv", index=False)
+    result = json.loads(run("report", tmp_path / "names.csv", "--label", "y", "--prob-prefix", "p_", "--json").stdout)
+    assert result["nll"] == pytest.approx(log_loss(y, P))
+
+
 def test_logits_are_taken_when_told(problem, tmp_path):
     P, y = problem
     pd.DataFrame(np.log(P), columns=["a", "b", "c"]).assign(y=y).to_csv(tmp_path / "logits.csv", index=False)

@@ -17,8 +17,10 @@ if TYPE_CHECKING:
 SUFFIXES = (".csv", ".parquet", ".npz")
 
 
-def read_table(path: Path) -> pd.DataFrame:
+def read_table(path: Path, *, label: str | None = None) -> pd.DataFrame:
     """The table in ``path``. In an npz, vectors are columns, and a matrix ``p`` of shape (n, K) is p_0, p_1, ….
+
+    Of a CSV the column ``label`` stays text as it stands there: NA and 01 are names of classes.
 
     Raises
     ------
@@ -33,7 +35,7 @@ def read_table(path: Path) -> pd.DataFrame:
         raise FileNotFoundError(f"{path} does not exist or is not a file.")
     try:
         if suffix == ".csv":
-            return pd.read_csv(path)
+            return pd.read_csv(path, converters={} if label is None else {label: str})
         if suffix == ".parquet":
             return pd.read_parquet(path)
         with path.open("rb") as file, np.load(file, allow_pickle=False) as arrays:
@@ -90,6 +92,7 @@ def split_probabilities(
         Where the table was read, for messages.
     """
     import numpy as np
+    import pandas as pd
 
     take_columns(frame, [label], path=path)
     columns = [name for name in frame if name != label and (prefix is None or str(name).startswith(prefix))]
@@ -100,16 +103,18 @@ def split_probabilities(
         raise InputError(f"{path} has {len(columns)} probability columns ({found}).{hint}")
     classes = [str(name).removeprefix(prefix or "") for name in columns]
     labels = frame[label]
-    if labels.isna().any():
-        raise InputError(f"{path}: {int(labels.isna().sum())} rows have no label in column {label!r}. Remove them.")
-    if labels.dtype.kind == "f" and (labels == labels.round()).all():
-        labels = labels.astype(np.int64)
+    if (missing := labels.isna() | (labels == "")).any():
+        raise InputError(f"{path}: {int(missing.sum())} rows have no label in column {label!r}. Remove them.")
     names = labels.astype(str).to_numpy()
+    numbers = pd.to_numeric(labels, errors="coerce")
+    if not set(names) <= set(classes) and (numbers == numbers.round()).all():  # NaN, no number, equals nothing
+        numbers = numbers.astype(np.int64)
+        names = numbers.astype(str).to_numpy()
     if set(names) <= set(classes):
         place = {name: j for j, name in enumerate(classes)}
         codes = np.array([place[name] for name in names], dtype=np.int64)
-    elif labels.dtype.kind in "iu" and labels.between(0, len(classes) - 1).all() and not all(map(str.isdigit, classes)):
-        codes = labels.to_numpy(dtype=np.int64)
+    elif numbers.dtype == np.int64 and numbers.between(0, len(classes) - 1).all() and not all(map(str.isdigit, classes)):
+        codes = numbers.to_numpy()
     else:
         strange = sorted(set(names) - set(classes))[:5]
         raise InputError(

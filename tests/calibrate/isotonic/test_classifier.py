@@ -13,7 +13,7 @@ from sklearn.metrics import log_loss
 from sklearn.model_selection import GroupKFold, LeaveOneOut, PredefinedSplit, StratifiedKFold
 from sklearn.naive_bayes import GaussianNB
 from sklearn.neighbors import KNeighborsClassifier
-from sklearn.svm import LinearSVC
+from sklearn.svm import SVC, LinearSVC
 from sklearn.utils.estimator_checks import check_estimator
 
 from heedful.calibrate import (
@@ -256,6 +256,13 @@ def test_what_is_no_classifier_is_refused_at_the_door():
         ParameterError, match=r"needs a classifier with predict_proba or decision_function; got LinearRegression"
     ):
         CalibratedClassifier(LinearRegression()).fit(X, y)
+
+
+def test_scores_of_pairs_of_classes_are_refused():
+    X, y = load_iris(return_X_y=True)  # three classes have three pairs: the shape would not tell
+    with pytest.raises(ParameterError, match="scores pairs of classes"):
+        CalibratedClassifier(SVC(decision_function_shape="ovo")).fit(X, y)
+    assert CalibratedClassifier(SVC()).fit(X, y).score(X, y) > 0.9
 
 
 def test_asking_before_fitting_is_heedfuls_error_and_scikit_learns():

@@ -242,6 +242,11 @@ class CalibratedClassifier(ClassifierMixin, MetaEstimatorMixin, BaseEstimator):
     def _probabilities(self, estimator, X) -> np.ndarray:
         """One column for each class of the whole problem; classes that the estimator has not seen get 0."""
         response = _response(estimator)
+        if response == "decision_function" and getattr(estimator, "decision_function_shape", "ovr") == "ovo":
+            raise ParameterError(
+                f"{estimator!r} scores pairs of classes, and a score for each class is needed. Set "
+                'decision_function_shape="ovr", or probability=True.'
+            )
         P = self._as_matrix(getattr(estimator, response)(X), response)
         if np.array_equal(estimator.classes_, self.classes_):
             return P
