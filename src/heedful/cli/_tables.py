@@ -113,7 +113,9 @@ def split_probabilities(
     if set(names) <= set(classes):
         place = {name: j for j, name in enumerate(classes)}
         codes = np.array([place[name] for name in names], dtype=np.int64)
-    elif numbers.dtype == np.int64 and numbers.between(0, len(classes) - 1).all() and not all(map(str.isdigit, classes)):
+    elif (
+        numbers.dtype == np.int64 and numbers.between(0, len(classes) - 1).all() and not all(map(str.isdigit, classes))
+    ):
         codes = numbers.to_numpy()
     else:
         strange = sorted(set(names) - set(classes))[:5]
