@@ -5,7 +5,7 @@ from typer.testing import CliRunner
 
 from heedful import data
 from heedful.cli.data import app
-from heedful.data._cache import cached_file
+from heedful.data._cache import cached_path
 from heedful.errors import DataUnavailableError, ParameterError
 from tests.data import toys
 
@@ -61,7 +61,7 @@ def test_check_passes_over_what_is_absent(home):
 
 def test_check_exits_with_1_when_one_is_damaged(home):
     data.load("toy")
-    cached_file(toys.dataset(), data.folder()).write_bytes(b"rust")
+    cached_path(toys.dataset(), data.folder()).write_bytes(b"rust")
     result = run("check", "--json")
     assert result.exit_code == 1
     assert json.loads(result.stdout) == {"toy": "damaged", "digits": "sound"}

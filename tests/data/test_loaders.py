@@ -1,5 +1,9 @@
+import pickle
+from fractions import Fraction
+
 import numpy as np
 import pytest
+import torch
 from PIL import Image
 from safetensors.numpy import save_file
 
@@ -119,3 +123,18 @@ def test_half_precision_vectors_are_widened_exactly(tmp_path):
     assert tokens.vectors.dtype == np.float32
     np.testing.assert_array_equal(tokens.vectors, vectors)
     assert tokens.tokenizer_file.read_text() == "{}"
+
+
+def test_a_state_dict_that_torch_saved_keeps_its_names_and_types(tmp_path):
+    state = {"conv.weight": torch.randn(2, 3), "bn.num_batches_tracked": torch.tensor(7)}
+    torch.save(state, tmp_path / "efficientnet-lite0-57934424.pth")
+    weights = _loaders.efficientnet_lite0(tmp_path)
+    assert list(weights.tensors) == list(state)
+    np.testing.assert_array_equal(weights.tensors["conv.weight"], state["conv.weight"])
+    assert weights.tensors["bn.num_batches_tracked"].dtype == np.int64
+
+
+def test_a_state_dict_that_needs_code_is_refused(tmp_path):
+    torch.save({"weight": Fraction(1, 2)}, tmp_path / "efficientnet-lite0-57934424.pth")
+    with pytest.raises(pickle.UnpicklingError, match="Weights only load failed"):
+        _loaders.efficientnet_lite0(tmp_path)

@@ -5,6 +5,7 @@ import re
 
 import numpy as np
 import pytest
+import torch
 
 from heedful import data
 from heedful.data._registry import Archive, datasets
@@ -123,6 +124,41 @@ def test_wordllama_puts_related_words_closer_than_unrelated_ones():
         return a @ b / np.linalg.norm(a) / np.linalg.norm(b)
 
     assert cosine(king, queen) > cosine(king, car) + 0.1
+
+
+@pytest.mark.slow
+def test_minilm_puts_a_paraphrase_closer_than_another_sentence():
+    from transformers import AutoModel, AutoTokenizer
+
+    folder = load("minilm_l6").folder
+    tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    model = AutoModel.from_pretrained(folder, local_files_only=True)
+    texts = ["The cat sleeps on the sofa.", "A kitten is napping on the couch.", "Parliament passed the budget."]
+    batch = tokenizer(texts, padding=True, return_tensors="pt")
+    with torch.no_grad():
+        states = model(**batch).last_hidden_state
+    mask = batch["attention_mask"][..., None]
+    vectors = torch.nn.functional.normalize((states * mask).sum(1) / mask.sum(1))
+    assert vectors[0] @ vectors[1] > vectors[0] @ vectors[2] + 0.3
+
+
+@pytest.mark.slow
+def test_smollm2_knows_the_capital_of_france():
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    folder = load("smollm2_135m").folder
+    tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    model = AutoModelForCausalLM.from_pretrained(folder, local_files_only=True)
+    with torch.no_grad():
+        logits = model(**tokenizer("The capital of France is", return_tensors="pt")).logits
+    assert tokenizer.decode(logits[0, -1].argmax()) == " Paris"
+
+
+@pytest.mark.slow
+def test_efficientnet_lite0_has_a_row_per_class_of_imagenet():
+    tensors = load("efficientnet_lite0").tensors
+    assert tensors["_fc.weight"].shape == (1000, 1280)
+    assert tensors["_conv_stem.weight"].shape == (32, 3, 3, 3)
 
 
 @pytest.mark.slow

@@ -18,7 +18,7 @@ from typing import Any, Literal
 from heedful._results import Report
 from heedful.data._cache import (
     cache_folder,
-    cached_file,
+    cached_path,
     fill_cache,
     read_cached,
     require_checksum,
@@ -26,11 +26,13 @@ from heedful.data._cache import (
     verify_cached,
 )
 from heedful.data._forms import Images as Images
+from heedful.data._forms import PretrainedModel as PretrainedModel
 from heedful.data._forms import RatedTexts as RatedTexts
 from heedful.data._forms import Table as Table
 from heedful.data._forms import Texts as Texts
 from heedful.data._forms import TokenEmbeddings as TokenEmbeddings
 from heedful.data._forms import Views as Views
+from heedful.data._forms import Weights as Weights
 from heedful.data._registry import Archive, Bundled, DataSet, datasets
 from heedful.data._sources import obtain
 from heedful.errors import FileFormatError, ParameterError
@@ -38,11 +40,13 @@ from heedful.errors import FileFormatError, ParameterError
 __all__ = [
     "DataInfo",
     "Images",
+    "PretrainedModel",
     "RatedTexts",
     "Table",
     "Texts",
     "TokenEmbeddings",
     "Views",
+    "Weights",
     "check",
     "checksums",
     "folder",
@@ -125,7 +129,7 @@ def folder() -> Path:
 def is_cached(name: str) -> bool:
     """Whether ``name`` loads without a network; its content is not looked at (``check`` does)."""
     dataset = _dataset(name)
-    return isinstance(dataset.source, Bundled) or cached_file(dataset, folder()).is_file()
+    return isinstance(dataset.source, Bundled) or cached_path(dataset, folder()).exists()
 
 
 def load(name: str) -> Any:
@@ -142,7 +146,7 @@ def load(name: str) -> Any:
 
     Returns
     -------
-    Images, Table, Texts, RatedTexts, Views or TokenEmbeddings
+    Images, Table, Texts, RatedTexts, Views, TokenEmbeddings, PretrainedModel or Weights
         As ``info(name).form`` says. Arrays are read-only.
 
     Raises

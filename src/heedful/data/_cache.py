@@ -1,4 +1,5 @@
-"""Contents of data sets on disk: one safetensors file each, checked against the declared checksum whenever it is read.
+"""Contents of data sets on disk, checked against the declared checksum whenever they are read: one safetensors file each,
+or the folder of a pretrained model.
 
 The checksum covers the parsed content, not an archive: whatever way a data set came, the same content has the same
 checksum, and a cached file that was damaged or changed no longer has it.
@@ -17,9 +18,11 @@ from typing import Any
 import numpy as np
 import platformdirs
 from filelock import FileLock
+from safetensors import SafetensorError
+from safetensors.numpy import load_file
 
 from heedful._files import load_arrays, save_arrays, write_atomic
-from heedful.data._forms import Form
+from heedful.data._forms import MODEL_FILES, Form, PretrainedModel
 from heedful.data._registry import DataSet
 from heedful.errors import DataUnavailableError, FileFormatError
 
@@ -30,9 +33,9 @@ def cache_folder() -> Path:
     return Path(override).expanduser().absolute() if override else platformdirs.user_cache_path("heedful") / "data"
 
 
-def cached_file(dataset: DataSet, folder: Path) -> Path:
-    """Where ``dataset`` is, or would be, kept."""
-    return folder / f"{dataset.name}.safetensors"
+def cached_path(dataset: DataSet, folder: Path) -> Path:
+    """Where ``dataset`` is, or would be, kept: a file, or the folder of a pretrained model."""
+    return folder / (dataset.name if dataset.form is PretrainedModel else f"{dataset.name}.safetensors")
 
 
 def verify_cached(dataset: DataSet, folder: Path) -> dict[str, np.ndarray]:
@@ -43,16 +46,20 @@ def verify_cached(dataset: DataSet, folder: Path) -> dict[str, np.ndarray]:
     FileNotFoundError
         If it is not cached.
     FileFormatError
-        If the cached file is not readable or its content differs from what the registry declares.
+        If what is cached is not readable or its content differs from what the registry declares.
     """
-    arrays, _ = load_arrays(cached_file(dataset, folder))
+    path = cached_path(dataset, folder)
+    arrays = to_arrays(PretrainedModel(path)) if dataset.form is PretrainedModel else load_arrays(path)[0]
     require_checksum(dataset, arrays)
     return arrays
 
 
 def read_cached(dataset: DataSet, folder: Path) -> Form:
     """The cached content as its form; raises as ``verify_cached`` does."""
-    return _from_arrays(dataset, verify_cached(dataset, folder), folder)
+    arrays = verify_cached(dataset, folder)
+    if dataset.form is PretrainedModel:
+        return PretrainedModel(cached_path(dataset, folder))
+    return _from_arrays(dataset, arrays, folder)
 
 
 def fill_cache(dataset: DataSet, folder: Path, obtain: Callable[[Path], Form]) -> None:
@@ -73,8 +80,13 @@ def fill_cache(dataset: DataSet, folder: Path, obtain: Callable[[Path], Form]) -
         shutil.rmtree(work, ignore_errors=True)
         work.mkdir()
         try:
-            save_arrays(work / "content.safetensors", to_arrays(obtain(work)), {"data": dataset.name})
-            os.replace(work / "content.safetensors", cached_file(dataset, folder))
+            form, path = obtain(work), cached_path(dataset, folder)
+            if isinstance(form, PretrainedModel):
+                shutil.rmtree(path, ignore_errors=True)  # a damaged one
+                os.replace(form.folder, path)
+            else:
+                save_arrays(work / "content.safetensors", to_arrays(form), {"data": dataset.name})
+                os.replace(work / "content.safetensors", path)
         finally:
             shutil.rmtree(work, ignore_errors=True)
 
@@ -100,8 +112,20 @@ def require_checksum(dataset: DataSet, arrays: Mapping[str, np.ndarray]) -> None
 
 
 def to_arrays(form: Form) -> dict[str, np.ndarray]:
-    """The fields of a form as named arrays: tuples as JSON, a file as its bytes, a dict of arrays one by one."""
-    return dict(_named_arrays(form))
+    """The fields of a form as named arrays: tuples as JSON, a file as its bytes, a dict of arrays one by one.
+
+    A pretrained model is its tensors and the bytes of its other files.
+    """
+    return _arrays_of_folder(form.folder) if isinstance(form, PretrainedModel) else dict(_named_arrays(form))
+
+
+def _arrays_of_folder(folder: Path) -> dict[str, np.ndarray]:
+    """Tensors, however the file orders them, and the bytes of the three other files of a pretrained model."""
+    arrays = {name: np.frombuffer((folder / name).read_bytes(), np.uint8) for name in MODEL_FILES if "json" in name}
+    try:
+        return arrays | load_file(folder / "model.safetensors")
+    except (SafetensorError, TypeError, AttributeError) as error:  # the latter two: a type that NumPy lacks
+        raise FileFormatError(f"{folder / 'model.safetensors'} is not readable: {error}.") from error
 
 
 def _named_arrays(form: Form) -> Iterator[tuple[str, np.ndarray]]:

