@@ -3,10 +3,14 @@ PYTHON ?= python3
 BIN := .venv/bin
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: study test check bench docs wheel clean
+.PHONY: study studies test check bench docs wheel clean
 
 study: .venv/core
 	$(BIN)/heedful study tsam isotonic --quick
+
+# Every study in its quick form; some fetch data and small pretrained models.
+studies: .venv/dev
+	$(BIN)/heedful study --quick
 
 test: .venv/dev
 	$(BIN)/pytest

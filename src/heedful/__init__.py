@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from heedful._results import progress as progress
 
 __version__ = "0.1.0"
-__all__ = ["Event", "__version__", "calibrate", "data", "errors", "evidence", "load", "optim", "progress"]
+__all__ = ["Event", "__version__", "calibrate", "data", "errors", "evidence", "load", "merge", "optim", "progress"]
 
 _HOME = {"Event": "_results", "progress": "_results", "load": "_files"}
 

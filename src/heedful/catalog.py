@@ -84,6 +84,76 @@ _METHODS = (
             "Improving Multi-Class Calibration through Normalization-Aware Isotonic Techniques. ICML 2025. arXiv:2512.09054"
         ),
     ),
+    Method(
+        slug="cabs",
+        room="merge",
+        title="Conflict-aware and balanced sparsification",
+        problem="Merge fine-tuned models of one base without their changes colliding.",
+        replaces="magnitude and random pruning of each task vector (TIES, DARE)",
+        heeds="which weights other task vectors already hold, and that every block keeps the same share",
+        names=(
+            "merge_checkpoints",
+            "MergeReport",
+            "merge_state_dicts",
+            "available_methods",
+            "MergeMethod",
+            "cabs_masks",
+            "cabs_delta",
+            "sparsity_report",
+            "search_scale",
+            "ScaleSearch",
+        ),
+        paper=(
+            "CABS: Conflict-Aware and Balanced Sparsification for Enhancing Model Merging. ICML 2025. arXiv:2503.01874"
+        ),
+    ),
+    Method(
+        slug="pareto_merging",
+        room="merge",
+        title="Pareto merging",
+        problem="One merged model for every preference over my tasks, without storing all the models.",
+        replaces="a merge that is one compromise for everybody",
+        heeds="the preference over the source models",
+        names=(
+            "fit_pareto_set",
+            "fit_pareto_set_unlabelled",
+            "ParetoSet",
+            "PreferenceLinear",
+            "fit_tucker",
+            "Tucker",
+            "smooth_tchebycheff",
+            "pareto_front",
+            "hypervolume",
+        ),
+        paper=(
+            "Pareto Merging: Multi-Objective Optimization for Preference-Aware Model Merging. ICML 2025. arXiv:2408.12105"
+        ),
+    ),
+    Method(
+        slug="tal",
+        room="merge",
+        title="Task-aware learngene",
+        problem="Start networks of many sizes well, for many tasks, without pretraining each.",
+        replaces="initialisation that sees the shapes of layers only",
+        heeds="the graph of the architecture, and the task",
+        names=(
+            "TaskAwareLearngene",
+            "GraphHyperNetwork",
+            "TaskModulation",
+            "TaskData",
+            "ComputationGraph",
+            "computation_graph",
+            "ArchitecturePool",
+            "ViTSpace",
+            "ConvNetSpace",
+            "MLPSpace",
+            "VisionTransformer",
+            "convnet",
+            "mlp",
+            "task_embedding",
+        ),
+        paper="Learngene Tells You How to Customize: Task-Aware Parameter Initialization at Flexible Scales. ICML 2025",
+    ),
 )
 
 methods: Mapping[str, Method] = MappingProxyType({method.slug: method for method in _METHODS})

@@ -50,7 +50,7 @@ def test_list_and_show_tell_of_every_method(run):
 
 def test_unknown_names_are_answered_with_the_known_ones(run):
     assert "there are tsam, isotonic" in str(run("show", "sam", error=InputError).exception)
-    assert "there are calibrate, optim" in str(run("list", "--room", "kitchen", error=InputError).exception)
+    assert "there are calibrate, merge, optim" in str(run("list", "--room", "kitchen", error=InputError).exception)
     assert "There is no method 'x'" in str(run("study", "x", error=InputError).exception)
 
 
@@ -103,7 +103,7 @@ def test_wrong_requests_are_refused_before_any_work(run, tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "status", "message"),
     [
-        (["show", "sam"], 2, "heedful: There is no method 'sam'; there are tsam, isotonic."),
+        (["show", "sam"], 2, "heedful: There is no method 'sam'; there are tsam, isotonic"),
         (["study", "tsam", "--store", "nowhere/x.sqlite"], 2, "does not exist. Create it first"),
         (["study", "tsam", "--engine", "warp"], 2, "Invalid value for '--engine'"),
         (["list"], 0, ""),

@@ -102,7 +102,7 @@ def check_full_disk_leaves_the_old_file(row: FileRow, folder: Path) -> None:
     path = folder / f"value{row.suffix}"
     row.save(path, row.old())
     before = path.read_bytes()
-    assert _exit_code(_save_without_space, row, path) == 0, "save did not raise an OSError when there was no space"
+    assert exit_code(_save_without_space, row, path) == 0, "save did not raise an OSError when there was no space"
     assert path.read_bytes() == before, "the old file is gone"
     assert os.listdir(folder) == [path.name], "a failed save left files"
 
@@ -121,10 +121,10 @@ def check_kill_leaves_old_or_new(row: FileRow, folder: Path) -> None:
     """SIGKILL before the n-th line that save runs, for n spread over all of them; the next save then succeeds."""
     path = folder / f"value{row.suffix}"
     row.save(path, row.old())
-    lines = _count_lines(folder / "lines", _save_new, row, path)
+    lines = count_lines(folder / "lines", _save_new, row, path)
     row.save(path, row.old())
     for n in sorted({*range(1, lines, max(1, lines // 10)), lines - 1, lines}):
-        assert _exit_code(_run_until_line, n, _save_new, row, path) == -signal.SIGKILL
+        assert exit_code(run_until_line, n, _save_new, row, path) == -signal.SIGKILL
         try:
             row.holds(path)
         except Exception as error:
@@ -137,9 +137,9 @@ def _save_new(row: FileRow, path: Path) -> None:
     row.save(path, row.new())
 
 
-def _count_lines(result: Path, function: Callable[..., Any], *args: Any) -> int:
-    """In a process of its own, as the runs that are killed: what is imported and cached counts."""
-    assert _exit_code(_write_line_count, result, function, *args) == 0
+def count_lines(result: Path, function: Callable[..., Any], *args: Any) -> int:
+    """How many lines of Python a call runs, in a process of its own as those that are killed: imports and caches count."""
+    assert exit_code(_write_line_count, result, function, *args) == 0
     lines = int(result.read_text())
     result.unlink()
     return lines
@@ -156,7 +156,9 @@ def _write_line_count(result: Path, function: Callable[..., Any], *args: Any) ->
     result.write_text(str(count))
 
 
-def _run_until_line(n: int, function: Callable[..., Any], *args: Any) -> None:
+def run_until_line(n: int, function: Callable[..., Any], *args: Any) -> None:
+    """Call, and end by SIGKILL before the ``n``-th line of Python that runs."""
+
     def tick():
         nonlocal n
         n -= 1
@@ -311,12 +313,12 @@ def check_refuses_damaged_files(row: FileRow, folder: Path) -> None:
 def check_killed_work_goes_on(row: WorkRow, folder: Path) -> None:
     """Whenever it is killed, what it has kept stays as it is, and the rest leads to the result of an unbroken run."""
     (folder / "whole").mkdir()
-    lines = _count_lines(folder / "lines", row.work, folder / "whole")
+    lines = count_lines(folder / "lines", row.work, folder / "whole")
     expected, kept = row.work(folder / "whole"), 0
     for n in range(1 + lines // 8, lines, 1 + lines // 8):
         place = folder / str(n)
         place.mkdir()
-        assert _exit_code(_run_until_line, n, row.work, place) == -signal.SIGKILL
+        assert exit_code(run_until_line, n, row.work, place) == -signal.SIGKILL
         before = _pieces(place)
         kept += len(before)
         assert row.same(row.work(place), expected), f"killed before line {n} of {lines}, it ends with another result"
@@ -339,7 +341,8 @@ def _pieces(folder: Path) -> dict[str, tuple[int, int]]:
     return {path.name: (path.stat().st_ino, path.stat().st_mtime_ns) for path in folder.glob("[!.]*") if path.is_file()}
 
 
-def _exit_code(function: Callable[..., None], *args: Any) -> int:
+def exit_code(function: Callable[..., None], *args: Any) -> int:
+    """Call in a process of its own, and say how that ended; one that takes longer than a minute is killed."""
     process = processes.Process(target=function, args=args)
     process.start()
     process.join(60)

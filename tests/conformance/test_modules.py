@@ -13,6 +13,7 @@ from heedful.calibrate import (
     TemperatureCalibrator,
     VectorCalibrator,
 )
+from heedful.merge import PreferenceLinear
 from tests.conformance import cases
 from tests.conformance.modules import CHECKS, ModuleRow
 
@@ -38,7 +39,23 @@ def row(calibrator):
     return ModuleRow(f"{calibrator.__name__}.torch_module", functools.partial(torch_module, calibrator), probabilities)
 
 
+def preference_linear():
+    generator = torch.Generator().manual_seed(0)
+    parts = (torch.randn(shape, generator=generator) / 3 for shape in ((4, 6), (4,), (4, 2), (6, 2), (3, 2, 2)))
+    return PreferenceLinear(*parts)
+
+
+def rows_with_preferences(n, generator):
+    return torch.randn(n, 6, generator=generator), torch.rand(n, 3, generator=generator) + 0.1
+
+
+def rows_alone(n, generator):
+    return (torch.randn(n, 5, 6, generator=generator),)
+
+
 ROWS = (
+    ModuleRow("PreferenceLinear", preference_linear, rows_with_preferences),
+    ModuleRow("PreferenceLinear, one preference", preference_linear, rows_alone),
     row(NormalizationAwareIsotonicCalibrator),
     row(SortedCumulativeIsotonicCalibrator),
     row(FlattenedIsotonicCalibrator),

@@ -8,7 +8,7 @@ import sys
 
 import typer
 
-from heedful.cli import _studies, calibrate, data
+from heedful.cli import _studies, calibrate, data, merge
 
 app = typer.Typer(
     name="heedful",
@@ -24,6 +24,7 @@ app.command("list")(_studies.list_methods)
 app.command("show")(_studies.show)
 app.command("study")(_studies.study)
 app.command("report")(_studies.report)
+app.command("merge")(merge.merge)
 app.add_typer(data.app, name="data", help="Real data sets, offline: list, get, check.")
 app.add_typer(calibrate.app, name="calibrate", help="Make class probabilities mean what they say: fit, apply, report.")
 
@@ -50,6 +51,7 @@ def main() -> None:
         FileNotFoundError,
         FileExistsError,
         IsADirectoryError,
+        NotADirectoryError,
     ) as error:
         _stop(error, status=2)
     except (HeedfulError, OSError) as error:

@@ -88,7 +88,9 @@ class Store:
             version = self._db.execute("PRAGMA user_version").fetchone()[0]
             tables = {row["name"] for row in self._db.execute("SELECT name FROM sqlite_master WHERE type = 'table'")}
             if version > _FORMAT:
-                raise FileFormatError(f"{self.path} has format {version}; this heedful knows {_FORMAT}. Update heedful.")
+                raise FileFormatError(
+                    f"{self.path} has format {version}; this heedful knows {_FORMAT}. Update heedful."
+                )
             if tables if version == 0 else "trials" not in tables:
                 raise FileFormatError(f"{self.path} is not a store of trials but another program's. Name another file.")
             self._db.execute(_SCHEMA)
