@@ -148,6 +148,8 @@ def test_wrong_requests_are_refused(recipe, tmp_path):
         run(recipe, "--prefer", "a=1", "-o", tmp_path / "out")
     with pytest.raises(ParameterError, match=r"--prefer must be like math=.7,code=.3; got 'math'"):
         run(tmp_path / "base", "--prefer", "math", "-o", tmp_path / "out")
+    with pytest.raises(ParameterError, match=r"--prefer names math twice; got 'math=.7, math=.3'"):
+        run(tmp_path / "base", "--prefer", "math=.7, math=.3", "-o", tmp_path / "out")
     with pytest.raises(FileNotFoundError, match=r"none.yaml does not exist"):
         run(tmp_path / "none.yaml", "-o", tmp_path / "out")
     recipe.write_text("models: [")

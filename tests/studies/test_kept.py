@@ -31,6 +31,18 @@ def test_arrays_are_made_once_whoever_asks(made):
     assert all(np.array_equal(arrays["numbers"], [0]) for arrays in found)
 
 
+def test_what_is_there_is_read_without_a_lock_so_that_the_folder_may_be_read_only(made, monkeypatch):
+    calls, make = made
+    kept("numbers", {"seed": 0}, make)
+
+    def refused(*_, **__):
+        raise PermissionError
+
+    monkeypatch.setattr("heedful.studies._kept.FileLock", refused)
+    assert np.array_equal(kept("numbers", {"seed": 0}, make)["numbers"], [0])
+    assert len(calls) == 1
+
+
 @pytest.mark.parametrize("change", ["kind", "depends", "threads"])
 def test_arrays_are_made_anew_for_whatever_they_depend_on(made, change, monkeypatch):
     calls, make = made

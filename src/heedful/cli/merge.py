@@ -106,11 +106,13 @@ def _messages(*, quiet: bool) -> Iterator[None]:
 
 
 def _parse_preference(text: str) -> dict[str, float]:
-    preference = {}
+    preference: dict[str, float] = {}
     for part in text.split(","):
-        name, _, weight = part.partition("=")
+        name, _, weight = map(str.strip, part.partition("="))
+        if name in preference:
+            raise ParameterError(f"--prefer names {name} twice; got {text!r}. Give each model one weight.")
         try:
-            preference[name.strip()] = float(weight)
+            preference[name] = float(weight)
         except ValueError:
             raise ParameterError(f"--prefer must be like math=.7,code=.3; got {text!r}.") from None
     return preference

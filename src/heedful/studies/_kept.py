@@ -67,9 +67,11 @@ def _arrays(make: Callable[[], Mapping[str, Tensor]]) -> dict[str, np.ndarray]:
 def _kept(kind: str, depends: Any, make: Maker, *, timeout: float) -> dict[str, np.ndarray]:
     text = json.dumps([depends, torch.__version__, torch.get_num_threads()], sort_keys=True)
     path = data.folder() / kind / f"{hashlib.sha256(text.encode()).hexdigest()}.safetensors"
+    with contextlib.suppress(FileNotFoundError, FileFormatError):  # a file appears whole, so reading needs no lock
+        return load_arrays(path)[0]
     path.parent.mkdir(parents=True, exist_ok=True)
     with FileLock(path.with_suffix(".lock"), timeout=timeout):
-        with contextlib.suppress(FileNotFoundError, FileFormatError):
+        with contextlib.suppress(FileNotFoundError, FileFormatError):  # made by another while this one waited
             return load_arrays(path)[0]
         arrays = dict(make())
         save_arrays(path, arrays, {"kind": kind})
