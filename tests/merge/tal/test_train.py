@@ -682,3 +682,14 @@ def test_a_file_of_another_shape_is_refused(tmp_path):
     save_arrays(path, arrays, meta)
     with pytest.raises(FileFormatError, match="garbles"):
         TaskAwareLearngene.load(path)
+
+
+def test_a_diverged_hypernetwork_leaves_the_model_as_it_was():
+    gene = learngene()
+    with torch.no_grad():
+        list(gene.hypernet.parameters())[-1].fill_(math.nan)
+    model = build_mlp(depth=1, width=8)
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    with pytest.raises(ConvergenceError, match=r"has diverged: .* The model is as it was\."):
+        gene.initialize(model, None, example_inputs=EXAMPLE)
+    assert all(torch.equal(before[name], tensor) for name, tensor in model.state_dict().items())

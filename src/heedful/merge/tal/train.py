@@ -28,7 +28,7 @@ from heedful._files import Saved
 from heedful._random import spawn
 from heedful._results import Event, Report
 from heedful._validation import require_choice, require_number
-from heedful.errors import HeedfulWarning, InputError, ParameterError, UnsupportedModelError
+from heedful.errors import ConvergenceError, HeedfulWarning, InputError, ParameterError, UnsupportedModelError
 from heedful.merge.tal._students import PROJECTOR, Pool, Student, Students, without
 from heedful.merge.tal._training import (
     Descent,
@@ -415,6 +415,11 @@ class TaskAwareLearngene(Saved):
                 "train mode before you evaluate it.",
                 HeedfulWarning,
                 stacklevel=2,
+            )
+        if diverged := [name for name, weight in self.hypernet.named_parameters() if not weight.isfinite().all()]:
+            raise ConvergenceError(  # before the first of the model's tensors is overwritten
+                f"The hypernetwork has diverged: {diverged[0]} has entries that are NaN or infinite. Train it again with a "
+                "lower lr or clip_norm. The model is as it was."
             )
         generator = torch.Generator().manual_seed(self._seeds["noise"])
         predicted = []
