@@ -131,13 +131,6 @@ def test_help_shows_examples_and_loads_nothing_heavy():
     assert done.stderr.strip().splitlines()[-1] == "[]"
 
 
-def test_help_is_quick():
-    """0.8 s is promised of an idle machine and measured by the benchmark; here only a gross slip is caught."""
-    start = time.perf_counter()
-    subprocess.run([sys.executable, "-m", "heedful.cli", "--help"], capture_output=True, check=True)
-    assert time.perf_counter() - start < 5
-
-
 def test_what_could_not_be_written_is_refused_before_any_work(run, tmp_path):
     for options in (("-o", "nowhere/r.html"), ("--export", "nowhere/t.parquet")):
         assert "Create it" in str(run("study", "tsam", *options, error=FileNotFoundError).exception)
