@@ -5,6 +5,7 @@ as views of the mapped files. ``CheckpointWriter`` streams tensors to shards in 
 all is complete; an interrupted run goes on with the shards that are.
 """
 
+from heedful._checkpoints._companions import companions as companions
 from heedful._checkpoints._open import open_checkpoint as open_checkpoint
 from heedful._checkpoints._safetensors import TensorInfo as TensorInfo
 from heedful._checkpoints._source import TensorSource as TensorSource

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from heedful._checkpoints import CheckpointWriter, TensorInfo, TensorSource, open_checkpoint
+from heedful._checkpoints import CheckpointWriter, TensorInfo, TensorSource, companions, open_checkpoint
 from heedful._random import spawn
 from heedful._results import Report, track
 from heedful.errors import FileFormatError, HeedfulWarning, InputError, ParameterError
@@ -27,21 +27,6 @@ from heedful.merge._methods import MergeMethod, merge_tensor, tensor_generator
 from heedful.merge._recipes import ModelReference, Recipe, layer_depths, method_of, read_dtype, read_recipe
 from heedful.merge._task_vectors import norm_order, read, require_same_tensors, warn_of_copies
 from heedful.merge.cabs import report_on
-
-# What belongs to a tokenizer or to generation, and is copied: all that loaders look for beside weights and config.
-_COPIED = (
-    "tokenizer*",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "vocab.*",
-    "merges.txt",
-    "*.model",
-    "*.tiktoken",
-    "chat_template.*",
-    "generation_config.json",
-    "*processor_config.json",
-)
-
 
 @dataclasses.dataclass(frozen=True)
 class MergeReport(Report):
@@ -368,9 +353,7 @@ def _files(inputs: Inputs, title: str) -> dict[str, Path | str]:
     """What stands beside the weights: tokenizer and generation settings, the recipe, a model card."""
     recipe = inputs.recipe
     donor = locate((recipe.tokenizer or recipe.base or recipe.models[0]).path)
-    files: dict[str, Path | str] = {
-        file.name: file for pattern in _COPIED for file in donor.glob(pattern) if file.is_file()
-    }
+    files: dict[str, Path | str] = {**companions(donor)}
     if recipe.chat_template is not None:
         files["chat_template.jinja"] = recipe.chat_template
     return files | {"mergekit_config.yml": recipe.text, "README.md": _model_card(inputs, title)}
