@@ -182,3 +182,8 @@ def test_available_must_fit():
         nm_mask(torch.ones(4), 1, 4, available=torch.ones(8, dtype=torch.bool))
     with pytest.raises(InputError, match=r"^values must be floating-point numbers of 16 to 64 bits; got torch.float8"):
         nm_mask(torch.ones(4).to(torch.float8_e4m3fn), 1, 4)
+
+
+def test_a_pattern_along_another_dimension_is_checked():
+    assert check_nm(torch.eye(4), 1, 4, dim=0)
+    assert not check_nm(torch.eye(4) + torch.eye(4).roll(1, 0), 1, 4, dim=0)

@@ -1,6 +1,6 @@
 """heedful: methods that heed the structure their standard counterparts are blind to, and evidence whether heeding pays.
 
-Rooms (``heedful.optim``, ``heedful.calibrate``) hold the methods, ``heedful.data`` real data, ``heedful.evidence`` the
+Rooms (``heedful.optim``, ``heedful.compress`` and others) hold the methods, ``heedful.data`` real data, ``heedful.evidence`` the
 harness that studies run on. Everything loads on first use.
 """
 
@@ -13,7 +13,19 @@ if TYPE_CHECKING:
     from heedful._results import progress as progress
 
 __version__ = "0.1.0"
-__all__ = ["Event", "__version__", "calibrate", "data", "errors", "evidence", "load", "merge", "optim", "progress"]
+__all__ = [
+    "Event",
+    "__version__",
+    "calibrate",
+    "compress",
+    "data",
+    "errors",
+    "evidence",
+    "load",
+    "merge",
+    "optim",
+    "progress",
+]
 
 _HOME = {"Event": "_results", "progress": "_results", "load": "_files"}
 

@@ -88,7 +88,7 @@ def check_nm(tensor: Tensor, n: int, m: int, *, dim: int | None = None) -> bool:
     require_pattern(n, m)
     lines = _lines(tensor, dim) != 0
     lines = torch.nn.functional.pad(lines, (0, -lines.shape[1] % m))
-    return bool((lines.view(-1, m).sum(dim=1) <= n).all())
+    return bool((lines.reshape(-1, m).sum(dim=1) <= n).all())
 
 
 def _lines(x: Tensor, dim: int | None) -> Tensor:

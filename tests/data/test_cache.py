@@ -13,7 +13,7 @@ from safetensors.numpy import load_file, save_file
 
 from heedful import data
 from heedful._files import load_arrays
-from heedful.data import PretrainedModel, RatedTexts, Table, Texts, TokenEmbeddings, Views, Weights
+from heedful.data import Addresses, PretrainedModel, RatedTexts, Table, Texts, TokenEmbeddings, Views, Weights
 from heedful.data._cache import _from_arrays, cached_path, content_checksum, fill_cache, to_arrays
 from heedful.data._forms import MODEL_FILES
 from heedful.errors import DataUnavailableError
@@ -34,13 +34,14 @@ def forms(folder: Path) -> list:
         Table(np.eye(3), y, ("f", "g", "h"), names),
         Texts(("", "naïve \0 text", "日本"), y, names),
         RatedTexts(("a", "b", "c"), np.array([-4.0, 0.0, 4.0]), y, names),
+        Addresses(("a", "b", "c"), np.array([1790, 1961, 1961]), ("x", *names), ("", *names)),
         Views({"one": np.ones((3, 2)), "two": np.zeros((3, 5))}, y),
         TokenEmbeddings(np.ones((4, 2), np.float32), tokenizer),
         Weights({"a.weight": np.ones((2, 3), np.float32), "a.steps": np.array(7)}),
     ]
 
 
-@pytest.mark.parametrize("kind", range(7))
+@pytest.mark.parametrize("kind", range(8))
 def test_every_form_survives_the_way_to_arrays_and_back(kind, tmp_path):
     form = forms(tmp_path)[kind]
     row = toys.dataset()

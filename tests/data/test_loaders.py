@@ -1,3 +1,4 @@
+import json
 import pickle
 from fractions import Fraction
 
@@ -80,6 +81,17 @@ def test_news_are_classed_by_folder(tmp_path):
     news = _loaders.bbc_news(tmp_path)
     assert (news.texts, news.class_names) == (("business", "tech"), ("business", "tech"))
     assert news.y.tolist() == [0, 1]
+
+
+def test_addresses_come_in_the_order_of_their_years(tmp_path):
+    for year, name, party in ((1961, "John F Kennedy", "Democratic"), (1790, "George Washington", "none")):
+        row = {"year": year, "name": name, "party": party, "text": f"It’s {year}."}
+        (tmp_path / f"{year}_{name}.json").write_text(json.dumps(row, ensure_ascii=False), "utf-8")
+    speeches = _loaders.sotu(tmp_path)
+    assert speeches.years.tolist() == [1790, 1961]
+    assert speeches.texts == ("It’s 1790.", "It’s 1961.")
+    assert speeches.names == ("George Washington", "John F Kennedy")
+    assert speeches.parties == ("none", "Democratic")
 
 
 def sentiment(folder, **more):

@@ -92,6 +92,22 @@ def test_brown_has_its_million_words_and_no_tags():
 
 
 @pytest.mark.slow
+def test_sotu_has_an_address_a_year_by_whoever_was_president():
+    speeches = load("sotu")
+    assert np.array_equal(np.sort(speeches.years), speeches.years)
+    years = speeches.years.tolist()
+    # Two presidents each gave one in 1953 and 1961; none was given in 1933.
+    assert sorted([*range(1790, 1933), *range(1934, 2022), 1953, 1961]) == years
+    by_year = dict(zip(years, zip(speeches.names, speeches.parties, strict=True), strict=True))
+    assert by_year[1863] == ("Abraham Lincoln", "Republican")
+    assert by_year[1941] == ("Franklin D Roosevelt", "Democratic")
+    assert speeches.names.count("Franklin D Roosevelt") == 12
+    text = speeches.texts[years.index(1941)]
+    assert "freedom of speech and expression" in text
+    assert 1.7e6 < sum(len(text.split()) for text in speeches.texts) < 1.9e6
+
+
+@pytest.mark.slow
 def test_sentiment4_has_four_domains_rated_from_minus_four_to_four():
     rated = load("sentiment4")
     assert dict(zip(rated.domain_names, np.bincount(rated.domain).tolist(), strict=True)) == {

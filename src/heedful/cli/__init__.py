@@ -8,7 +8,7 @@ import sys
 
 import typer
 
-from heedful.cli import _studies, calibrate, data, merge
+from heedful.cli import _studies, calibrate, data, inspect, merge, prune, quantize
 
 app = typer.Typer(
     name="heedful",
@@ -25,6 +25,9 @@ app.command("show")(_studies.show)
 app.command("study")(_studies.study)
 app.command("report")(_studies.report)
 app.command("merge")(merge.merge)
+app.command("quantize")(quantize.quantize)
+app.command("prune")(prune.prune)
+app.command("inspect")(inspect.inspect)
 app.add_typer(data.app, name="data", help="Real data sets, offline: list, get, check.")
 app.add_typer(calibrate.app, name="calibrate", help="Make class probabilities mean what they say: fit, apply, report.")
 

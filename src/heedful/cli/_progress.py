@@ -2,9 +2,11 @@
 
 import contextlib
 import sys
+import warnings
 from collections.abc import Iterator
 
 from heedful._results import Event, progress
+from heedful.errors import HeedfulWarning
 
 
 @contextlib.contextmanager
@@ -41,3 +43,16 @@ def bars(*, quiet: bool = False) -> Iterator[None]:
 
         with progress(show):
             yield
+
+
+@contextlib.contextmanager
+def messages(*, quiet: bool = False) -> Iterator[None]:
+    """Progress bars, and warnings as one line each, on standard error."""
+
+    def show(message, category, filename, lineno, file=None, line=None) -> None:
+        print(f"heedful: {message}", file=sys.stderr)
+
+    with bars(quiet=quiet), warnings.catch_warnings():
+        warnings.simplefilter("always", HeedfulWarning)
+        warnings.showwarning = show
+        yield

@@ -1,16 +1,12 @@
 """``heedful merge``: one model out of several that were fine-tuned from the same base."""
 
-import contextlib
 import json
-import sys
-import warnings
-from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from heedful.errors import HeedfulWarning, ParameterError
+from heedful.errors import ParameterError
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -55,7 +51,9 @@ def merge(
             if source.is_dir()
             else "--prefer chooses from a Pareto set: give its folder as SOURCE."
         )
-    with _messages(quiet=quiet):
+    from heedful.cli._progress import messages
+
+    with messages(quiet=quiet):
         if out is None:
             from heedful.merge._merge_checkpoints import report_recipe
 
@@ -89,20 +87,6 @@ def merge(
                 else f"{report.method} of {len(report.models)} models: {report.n_tensors} tensors, "
                 f"{report.n_parameters:,} parameters, {decimal(report.n_bytes)}, written to {report.out}"
             )
-
-
-@contextlib.contextmanager
-def _messages(*, quiet: bool) -> Iterator[None]:
-    """Progress bars, and warnings as one line each, on standard error."""
-    from heedful.cli._progress import bars
-
-    def show(message, category, filename, lineno, file=None, line=None) -> None:
-        print(f"heedful: {message}", file=sys.stderr)
-
-    with bars(quiet=quiet), warnings.catch_warnings():
-        warnings.simplefilter("always", HeedfulWarning)
-        warnings.showwarning = show
-        yield
 
 
 def _parse_preference(text: str) -> dict[str, float]:

@@ -25,6 +25,7 @@ from heedful.data._cache import (
     to_arrays,
     verify_cached,
 )
+from heedful.data._forms import Addresses as Addresses
 from heedful.data._forms import Images as Images
 from heedful.data._forms import PretrainedModel as PretrainedModel
 from heedful.data._forms import RatedTexts as RatedTexts
@@ -38,6 +39,7 @@ from heedful.data._sources import obtain
 from heedful.errors import FileFormatError, ParameterError
 
 __all__ = [
+    "Addresses",
     "DataInfo",
     "Images",
     "PretrainedModel",
@@ -146,7 +148,7 @@ def load(name: str) -> Any:
 
     Returns
     -------
-    Images, Table, Texts, RatedTexts, Views, TokenEmbeddings, PretrainedModel or Weights
+    Images, Table, Texts, RatedTexts, Addresses, Views, TokenEmbeddings, PretrainedModel or Weights
         As ``info(name).form`` says. Arrays are read-only.
 
     Raises

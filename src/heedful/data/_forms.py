@@ -88,6 +88,25 @@ class RatedTexts:
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
+class Addresses:
+    """Speeches, or messages in writing, in the order of their years.
+
+    Parameters
+    ----------
+    texts : tuple of str, length n
+    years : ndarray of int64, shape (n,)
+        Ascending; a year may have two.
+    names, parties : tuple of str, length n
+        Of whoever gave the address; a party may be "none".
+    """
+
+    texts: tuple[str, ...]
+    years: Int64[np.ndarray, " n"]
+    names: tuple[str, ...]
+    parties: tuple[str, ...]
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
 class Views:
     """Several descriptions of the same cases.
 
@@ -149,4 +168,4 @@ class Weights:
     tensors: dict[str, Shaped[np.ndarray, "..."]]
 
 
-Form = Images | Table | Texts | RatedTexts | Views | TokenEmbeddings | PretrainedModel | Weights
+Form = Images | Table | Texts | RatedTexts | Addresses | Views | TokenEmbeddings | PretrainedModel | Weights

