@@ -127,7 +127,7 @@ def measure(width: int, peer_python: Path | None) -> dict:
 
 
 def measure_values(width: int) -> dict:
-    """Values have a column factor for each head, which is inverted for each."""
+    """Values have a column factor for each head, to be decomposed each."""
     problem, shared = Problem(width, per_head=True), Problem(width)
     contestants = {"gptq": shared.gptq, "values": problem.boa, "values_16": lambda: problem.boa(16)}
     seconds = side_by_side(contestants, rounds=ROUNDS[width] // 2, warmup=1)

@@ -1,7 +1,7 @@
 """heedful: methods that heed the structure their standard counterparts are blind to, and evidence whether heeding pays.
 
-Rooms (``heedful.optim``, ``heedful.compress`` and others) hold the methods, ``heedful.data`` real data, ``heedful.evidence`` the
-harness that studies run on. Everything loads on first use.
+Rooms (``heedful.optim``, ``heedful.compress`` and others) hold the methods, ``heedful.data`` real data,
+``heedful.evidence`` the harness that studies run on. Everything loads on first use.
 """
 
 import importlib

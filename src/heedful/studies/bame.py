@@ -316,7 +316,7 @@ study = Study(
         "quick": Budget(
             seeds=3, tasks=("digits_mlp_1_16_steps", "digits_mlp_1_16_flops"), steps=150, dense_steps=75, interval=10
         ),
-        "full": Budget(seeds=5, steps=250, dense_steps=100, interval=10),
+        "full": Budget(seeds=5, steps=300, dense_steps=120, interval=10),
     },
     protocol=NMTask,
     unit="steps or floating-point operations",

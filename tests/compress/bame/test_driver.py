@@ -374,7 +374,6 @@ def test_a_learning_rate_of_zero_at_an_adaptation_is_said():
     assert driver.stats().swaps == 0
 
 
-@pytest.mark.slow
 def test_compiled_models_swap_as_others_do_and_are_compiled_twice():
     eager, model = mlp(), mlp()
     data = list(batches(eager, 14))

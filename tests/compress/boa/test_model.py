@@ -8,15 +8,15 @@ import weakref
 
 import pytest
 import torch
-from transformers import LlamaForCausalLM
+from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
 import heedful.compress.boa.model as module_under_test
 from heedful import progress
 from heedful._decoders import LAYOUTS, describe_decoder
-from heedful.compress import QuantConfig, attention_factors, kron_quantize, quantize
+from heedful.compress import QuantConfig, attention_factors, find_grid, kron_quantize, quantize
 from heedful.compress.boa.factors import AttentionStatistics, rotate
 from heedful.compress.boa.solve import _kron_loss as kron_loss
-from heedful.errors import HeedfulWarning, InputError, ParameterError, UnsupportedModelError
+from heedful.errors import ConvergenceError, HeedfulWarning, InputError, ParameterError, UnsupportedModelError
 from tests.conformance.typechecks import as_users_have_it
 from tests.decoders import FAMILIES, decoder, tokens
 
@@ -142,6 +142,25 @@ def test_attention_is_quantized_by_its_factors():
         assert losses[1] == pytest.approx(report.loss, rel=0.02)
         agree = (quantized.layers[report.name].codes == alone.codes.flatten(0, 1)).double().mean()
         assert agree > 0.95
+
+
+def test_rounding_and_gptq_are_compared_on_the_grid_that_they_would_choose():
+    model = decoder("llama", dtype=torch.float64, num_hidden_layers=1)
+    config = QuantConfig(bits=2)
+    factors = naive_factors(model, TEXTS)
+    value, inputs = factors.value, factors.query.h_col
+    weight = describe_decoder(model).layers[0].v.weight.detach().clone().unflatten(0, (2, -1))
+    report = next(r for r in quantize(model, TEXTS, config).report.layers if r.part == "v")
+    rounded = find_grid(weight, inputs, config=config).fake_quantize(weight)
+    expected = kron_loss(rounded - weight, *value).sum() / kron_loss(weight, *value).sum()
+    assert report.loss_rtn == pytest.approx(float(expected), rel=1e-5)  # the eager softmax is in float32
+
+
+def test_rows_of_a_fused_projection_stay_in_their_places():
+    model = decoder("gpt_neox")
+    before = state(model)
+    for name, layer in quantize(model, TEXTS, QuantConfig(bits=8, grid="minmax")).layers.items():
+        assert (layer.dequantize() - before[f"{name}.weight"]).abs().max() < 0.05  # as in half precision above
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt_neox"])
@@ -476,7 +495,7 @@ def test_weights_that_are_not_finite_are_refused_by_name(value):
 def test_excluding_everything_is_refused_in_few_words():
     with pytest.raises(UnsupportedModelError) as caught:
         quantize(decoder("llama", num_hidden_layers=8), TEXTS, dataclasses.replace(FAST, exclude=("*",)))
-    assert r"include=('model.layers.*',), exclude=['*']" in str(caught.value)
+    assert "included are 'model.layers.*', excluded '*'" in str(caught.value)
 
 
 def test_groups_that_do_not_divide_are_refused():
@@ -491,6 +510,24 @@ def test_quantized_models_are_refused():
     model = decoder("llama")
     model.config.quantization_config = {"quant_method": "compressed-tensors"}
     refused(InputError, r"is quantized already \(its config has a quantization_config\)", model)
+
+
+def test_a_model_whose_codes_were_unpacked_while_it_was_loaded_is_refused(tmp_path, monkeypatch):
+    quantize(decoder("llama"), TEXTS, dataclasses.replace(FAST, method="rtn")).save_pretrained(tmp_path / "packed")
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "packed", local_files_only=True)
+    assert getattr(model.config, "quantization_config", None) is None  # it looks like any other
+    monkeypatch.chdir(tmp_path / "packed")
+    quantize(decoder("llama"), TEXTS, ATTENTION)  # built in memory, wherever that is
+    refused(InputError, r"is quantized already \(its config has a quantization_config\)", model)
+    decoder("llama").save_pretrained(tmp_path / "plain")
+    quantize(LlamaForCausalLM.from_pretrained(tmp_path / "plain", local_files_only=True), TEXTS, ATTENTION)
+
+
+def test_a_factor_that_is_singular_is_refused_by_name():
+    texts = torch.ones(2, 3, dtype=torch.long)
+    with pytest.warns(HeedfulWarning, match="6 tokens"), pytest.raises(ConvergenceError) as caught:
+        quantize(decoder("llama"), texts, dataclasses.replace(FAST, damping=0))
+    assert str(caught.value).startswith("model.layers.0.self_attn.q_proj: a 32 x 32 matrix is not positive definite")
 
 
 def test_tensors_that_are_not_loaded_are_refused():

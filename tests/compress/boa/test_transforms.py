@@ -125,6 +125,23 @@ def test_rotation_folds_gains_and_spreads_an_outlier_channel():
     assert peak["after"] < peak["before"] / 2
 
 
+@pytest.mark.parametrize("family", ["llama", "gpt_neox"])
+def test_values_of_every_head_are_rotated_and_queries_and_keys_are_not(family):
+    model = build(family)
+    with record_attention(model) as before:
+        logits(model)
+    rotate_model(model)
+    with record_attention(model) as after:
+        logits(model)
+    for old, new in zip(before, after, strict=True):
+        torch.testing.assert_close(new.query, old.query, rtol=0, atol=1e-4)
+        torch.testing.assert_close(new.key, old.key, rtol=0, atol=1e-4)
+        torch.testing.assert_close(new.value.norm(dim=-1), old.value.norm(dim=-1), rtol=1e-4, atol=1e-4)
+        turns = [torch.linalg.lstsq(old.value[0, head], new.value[0, head]).solution for head in (0, 1)]
+        assert all((turn - torch.eye(12)).abs().max() > 0.1 for turn in turns)
+        assert (turns[0] - turns[1]).abs().max() > 0.1  # each head by its own
+
+
 def test_the_same_random_state_rotates_alike_and_another_differently():
     one, two, other = (rotate_model(build("opt"), random_state=state) for state in (3, 3, 4))
     for a, b in zip(one.parameters(), two.parameters(), strict=True):

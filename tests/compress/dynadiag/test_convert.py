@@ -269,6 +269,8 @@ def put(key, tensor):
         ),
         (without(f"{NAME}.values"), rf"^Layer '{NAME}' lacks its values"),
         (put(f"{NAME}.values", torch.zeros(16, 16).long()), rf"^Layer '{NAME}' lacks its values"),
+        (put(f"{NAME}.bias", torch.zeros(64).long()), rf"^Layer '{NAME}' lacks its values"),
+        (without(f"{NAME}.bias"), rf"^Layer '{NAME}' has a bias either in this model or in the file"),
         (without(f"{NAME}.frozen_offsets"), rf"^Layer '{NAME}' lacks its offsets"),
         (without(f"{NAME}.temperature"), rf"^Layer '{NAME}' cannot be rebuilt: .*temperature"),
         (put(f"{NAME}.values", torch.zeros(16, 5)), rf"^Layer '{NAME}' cannot be rebuilt: values have shape \(16, 5\)"),

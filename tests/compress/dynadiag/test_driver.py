@@ -492,6 +492,7 @@ def test_two_ranks_train_as_one_process_does(freeze_at):
         ({"total_steps": 0}, "total_steps must be an int >= 1"),
         ({"temperature": (5.0, 0.0)}, "the end of temperature must be a number > 0; got 0.0."),
         ({"temperature": (-1.0, 0.1)}, "the start of temperature must be a number > 0; got -1.0."),
+        ({"temperature": 5.0}, "temperature must be two numbers, T at the start and at the end; got 5.0."),
         ({"temperature": (1.0,)}, "temperature must be two numbers, T at the start and at the end; got (1.0,)."),
         ({"schedule": "cubic"}, "schedule must be one of 'cosine', 'linear', 'exponential', 'constant'; got 'cubic'."),
         ({"freeze_at": 0.0}, "freeze_at must be a number > 0 and <= 1; got 0.0."),
@@ -557,8 +558,11 @@ def test_parameters_are_not_exchanged_once_others_have_counted_them():
     optimizer.zero_grad()
     model(rows()[0]).sum().backward()
     optimizer.step()
-    with pytest.raises(ParameterError, match=r"^The optimizer has stepped with the dense weight of '2' already"):
+    remembers = pytest.raises(ParameterError, match=r"^The optimizer remembers the dense weight of '2' already")
+    with remembers:
         DynaDiag(model, optimizer, total_steps=4)
+    with remembers:
+        DynaDiag(model, torch.optim.Adagrad(model.parameters()), total_steps=4)
     optimizer = sgd(model.parameters())
     torch.optim.lr_scheduler.StepLR(optimizer, 2)
     with pytest.raises(ParameterError, match=r"^A learning-rate scheduler has counted"):

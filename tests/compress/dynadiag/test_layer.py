@@ -475,6 +475,17 @@ def test_settings_out_of_range_are_refused(settings, message):
 def test_features_must_match():
     with pytest.raises(InputError, match=r"^this layer takes 12 features; got an input of shape \(2, 8\)\.$"):
         make()(torch.zeros(2, 8))
+    with as_users_have_it(), pytest.raises(InputError, match=r"^this layer takes 12 features; got an input of shape \(\)"):
+        make()(torch.tensor(1.0))
+
+
+def test_what_no_diagonals_can_be_read_from_is_refused():
+    with pytest.raises(InputError, match=r"^a Conv2d cannot become diagonal\. Give nn\.Linear"):
+        DiagonalLinear.from_linear(nn.Conv2d(2, 2, 1))
+    linear = nn.Linear(4, 3)
+    linear.weight.data[1, 1] = math.nan
+    with pytest.raises(InputError, match=r"^a weight of shape \(3, 4\) has 1 entries that are NaN or infinite"):
+        DiagonalLinear.from_linear(linear)
 
 
 def test_a_layer_that_keeps_all_diagonals_says_so(caplog):

@@ -12,6 +12,7 @@ from torch.nn.functional import linear
 from heedful.compress import diagonal_indices, diagonal_matmul, tune_backend
 from heedful.compress.dynadiag import _backends, _tuning, matmul
 from heedful.errors import HeedfulWarning, InputError, MissingExtraError, ParameterError
+from tests.conformance.typechecks import as_users_have_it
 
 ON_CPU = ["dense", "csr", "bcsr", "numba", "auto"]
 SHAPES = [(130, 70, 9), (70, 130, 9), (66, 66, 7), (1, 9, 3), (9, 1, 3), (2, 3, 3)]  # out, in, k
@@ -152,7 +153,10 @@ def test_only_wanted_gradients_are_computed(monkeypatch):
     [
         ({"x": torch.ones(2, 4)}, r"need \(2, 4\)"),
         ({"x": torch.ones(2, 0)}, "at least one feature"),
-        ({"x": torch.ones(2, 3, dtype=torch.float64)}, "Convert one"),
+        ({"x": torch.ones(2, 3, dtype=torch.float64)}, "Convert them to one floating-point type"),
+        ({"x": torch.ones(2, 3).int(), "values": torch.ones(2, 3).int()}, "Convert them to one floating-point type"),
+        ({"offsets": torch.tensor([0.2, 0.7])}, r"offsets are torch\.float32\. Convert them to int64"),
+        ({"offsets": torch.tensor([False, True])}, r"offsets are torch\.bool"),
         ({"x": torch.ones(2, 3, device="meta")}, "Move them to one device"),
         ({"offsets": torch.tensor([0, 5])}, "offsets 0 to 4"),
         ({"offsets": torch.tensor([1, 1])}, "offset 1 is given twice"),
@@ -160,7 +164,7 @@ def test_only_wanted_gradients_are_computed(monkeypatch):
 )
 def test_what_does_not_fit_is_refused(change, message):
     given = {"x": torch.ones(2, 3), "values": torch.ones(2, 3), "offsets": torch.tensor([0, 4])} | change
-    with pytest.raises(InputError, match=message):
+    with as_users_have_it(), pytest.raises(InputError, match=message):
         diagonal_matmul(**given, out_features=5)
 
 
@@ -174,6 +178,10 @@ def test_bad_settings_are_refused():
         _backends.require_usable("numba", torch.device("cuda"))
     with pytest.raises(ParameterError, match="densities"):
         tune_backend(densities=[0.0])
+    with pytest.raises(ParameterError, match="nothing to measure"):
+        tune_backend(batches=[])
+    with pytest.raises(ParameterError, match=r"^device='gpu' cannot be used here"):
+        tune_backend(device="gpu")
 
 
 @pytest.mark.parametrize("package", ["numba", "triton"])
@@ -219,6 +227,7 @@ def test_the_nearest_measured_case_decides(table):
         case = {"operation": "product", "out": size, "in": size, "k": 10, "batch": batch}
         return {**case, "seconds": seconds}
 
+    table.parent.mkdir(parents=True)
     _tuning._write(torch.device("cpu"), [row(100, 1, "csr"), row(100, 256, "dense"), row(4000, 1, "bcsr")])
     assert chosen(shape=(90, 110), k=10, batch=2) == "csr"
     assert chosen(shape=(90, 110), k=10, batch=100) == "dense"
@@ -245,6 +254,27 @@ def test_a_damaged_table_is_ignored_with_a_warning(table, text):
     table.write_text(text)
     with pytest.warns(HeedfulWarning, match="was ignored"):
         assert chosen() in _backends.BACKENDS
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [{"operation": "sum"}, {"out": 0}, {"k": "9"}, {"batch": None}, {"seconds": {"fast": 1.0}}, {"seconds": []}],
+)
+def test_a_table_with_a_damaged_row_is_ignored_with_a_warning(table, damage):
+    table.parent.mkdir(parents=True)
+    row = {"operation": "product", "out": 130, "in": 70, "k": 9, "batch": 16, "seconds": {"dense": 1.0}}
+    _tuning._write(torch.device("cpu"), [row])
+    assert chosen() == "dense"
+    _tuning._write(torch.device("cpu"), [row, row | damage])
+    with pytest.warns(HeedfulWarning, match="was ignored"):
+        assert chosen() in _backends.BACKENDS
+
+
+def test_tuning_fails_before_it_measures_where_the_folder_cannot_be(table, monkeypatch):
+    (table.parent.parent).write_text("a file")
+    monkeypatch.setattr(_tuning, "_measure", None)
+    with pytest.raises(OSError, match="heedful"):
+        tune_backend(sizes=[16])
 
 
 def test_measurements_of_another_processor_are_not_used(table):

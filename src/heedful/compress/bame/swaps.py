@@ -80,7 +80,18 @@ def swap_scores(
     Returns
     -------
     SwapScores
-        Equal candidates are told apart by their position: the lowest wins.
+        Equal candidates are told apart by their position: the lowest wins. ``delta`` is float32 at least.
+
+    Raises
+    ------
+    ParameterError
+        If a setting is out of its range.
+    InputError
+        If shapes differ, cannot be cut into blocks of m, or the mask does not keep n of every m.
+
+    Notes
+    -----
+    O(N) for N weights, in pieces that stay in the cache.
 
     Examples
     --------

@@ -35,7 +35,14 @@ from heedful.compress._sparsity import select_layers
 from heedful.compress.boa.config import QuantConfig
 from heedful.compress.boa.factors import AttentionStatistics, Factor, Rotation, RunningGram, rotate
 from heedful.compress.boa.solve import QuantizedWeight, _kron_loss, kron_quantize
-from heedful.errors import FileFormatError, HeedfulWarning, InputError, ParameterError, UnsupportedModelError
+from heedful.errors import (
+    ConvergenceError,
+    FileFormatError,
+    HeedfulWarning,
+    InputError,
+    ParameterError,
+    UnsupportedModelError,
+)
 
 __all__ = ["LayerReport", "QuantizationReport", "QuantizedModel", "quantize"]
 
@@ -191,6 +198,8 @@ def quantize(
         that are NaN or infinite.
     ParameterError
         Groups that do not divide the inputs of a layer, or an ``exclude`` that matches nothing.
+    ConvergenceError
+        A factor that damping does not make positive definite.
 
     Notes
     -----
@@ -279,7 +288,10 @@ def _quantize_block(
             weight = weight if part.n_heads is None else weight.unflatten(0, (part.n_heads, -1))
             factor = factors.pop((name, part.role))
             begin = clock.seconds
-            piece = kron_quantize(weight, *factor, config=config)
+            try:
+                piece = kron_quantize(weight, *factor, config=config)
+            except ConvergenceError as error:
+                raise ConvergenceError(f"{name}: {error}") from error
             seconds = clock.seconds - begin
             with clock.stopped():
                 losses = _losses(weight, piece, factor, inputs[name], config)
@@ -480,11 +492,21 @@ def _require_loaded(model: Any) -> None:
                 f"{name} is not loaded (it is on the meta device, or offloaded). Load the whole model: "
                 f"{type(model).__name__}.from_pretrained(folder), without device_map, or with one that offloads nothing."
             )
-    if getattr(model.config, "quantization_config", None) is not None:
+    # One that was dequantized while it was loaded does not know that any more, but the folder that it came from does.
+    if getattr(model.config, "quantization_config", None) or _has_packed_codes(model.name_or_path):
         raise InputError(
             f"this {type(model).__name__} is quantized already (its config has a quantization_config). Quantize the "
-            "original, or load it dequantized."
+            "original; what codes left out does not come back."
         )
+
+
+def _has_packed_codes(folder: str | None) -> bool:
+    """Whether a folder says so. One that was built in memory has the empty name, which is not that of this folder."""
+    try:
+        settings = json.loads(Path(folder, "config.json").read_bytes()) if folder else None
+    except (OSError, ValueError):
+        return False
+    return isinstance(settings, dict) and bool(settings.get("quantization_config"))
 
 
 def _batches(calibration: Tensor | Iterable[Tensor], decoder: Decoder) -> list[Tensor]:

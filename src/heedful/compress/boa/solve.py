@@ -1,18 +1,19 @@
 """The solver of GPTQ, run along the columns and the rows of a weight.
 
-A weight ΔW away from the original costs tr(H_row ΔW H_col ΔWᵀ). With Hᵢ⁻¹ = UᵢᵀUᵢ, Uᵢ upper triangular, entries are
-quantized one by one, row by row, and those still to come make up for the error: with v the value of an entry when its row
-begins, w its value when its turn comes and q what it becomes,
+A weight ΔW away from the original costs tr(H_row ΔW H_col ΔWᵀ). With Hᵢ = Rᵢ Rᵢᵀ, Rᵢ upper triangular, entries are quantized
+one by one, row by row, each making up for the errors before it: of w, what its row has become by the errors of the rows
+above is v, what it has become by those of the columns to its left as well is rounded to q,
 
-    columns to the right:    w[c′] −= (w[c] − q) U_col[c, c′] / U_col[c, c],
-    the rows below:          v[j′] −= (v[j] − q[j]) U_row[j, j′] / U_row[j, j].
+    v[j] = w[j] + Σ_{j′<j} (w − q)[j′] R_row[j′, j] / R_row[j, j],
+    q[c] = round(v[c] + Σ_{c′<c} (v − q)[c′] R_col[c′, c] / R_col[c, c]).
 
-This is GPTQ on H_row ⊗ H_col, as the factor of its inverse is U_row ⊗ U_col. Entry (j, c) needs nothing but entries
-(j′ < j, c) and (j, c′ < c). So all entries with one value of j + c, of all heads, take their turn together: rows + columns
-steps in place of rows · columns, with the same result.
+This is GPTQ on H_row ⊗ H_col = (R_row ⊗ R_col)(R_row ⊗ R_col)ᵀ, in the form of Babai's nearest plane, which needs no inverse:
+the entries still to come can undo all of an error but what R puts on the entries so far. Entry (j, c) needs nothing but
+entries (j′ < j, c) and (j, c′ < c). So all entries with one value of j + c, of all heads, take their turn together, in
+blocks of 128 columns: rows + 128 steps a block in place of rows · 128, with the same result.
 
 Frantar et al.: GPTQ, ICLR 2023, arXiv:2210.17323. BoA, ICML 2025, arXiv:2406.13474. Steps of several rows: TurboBoA,
-ICLR 2026, arXiv:2602.04929.
+ICLR 2026, arXiv:2602.04929. Nearest plane: Chen et al., arXiv:2507.18553.
 """
 
 import dataclasses
@@ -22,7 +23,7 @@ import torch
 from jaxtyping import Bool, Float, Integer
 from torch import Tensor
 
-from heedful._kronecker import inverse_cholesky
+from heedful._kronecker import upper_cholesky
 from heedful.compress._grids import QuantGrid, require_groups
 from heedful.compress.boa.config import QuantConfig
 from heedful.compress.boa.grid_search import find_grid, require_factors
@@ -236,10 +237,11 @@ def _solve_in_order(
         return x.permute(3, 1, 0, 2).reshape(x.shape[-1], steps, heads * step).contiguous()
 
     left, scale, zero = lay_out(w), lay_out(scale, 1), lay_out(zero)
-    u = torch.empty_like(h_col)
-    for factor, h in zip(u, h_col, strict=True):  # one by one, as each takes several times its memory
-        factor.copy_(_unit(inverse_cholesky(h, damping=config.damping)))
-    below = None if h_row is None else _compensation(inverse_cholesky(h_row, damping=config.damping), step)
+    r = torch.empty_like(h_col)
+    for factor, h in zip(r, h_col, strict=True):  # one by one, as each takes several times its memory
+        factor.copy_(upper_cholesky(h, damping=config.damping))
+        factor.div_(factor.diagonal().clone())  # columns by their pivots
+    below = None if h_row is None else _compensation(upper_cholesky(h_row, damping=config.damping), step)
     group = torch.arange(cols, device=w.device) // (cols // len(scale))
     errors = left.new_zeros(left.shape)
     codes = torch.empty(left.shape, dtype=torch.uint8, device=w.device)
@@ -247,8 +249,8 @@ def _solve_in_order(
         block = slice(start, min(start + _BLOCK, cols))
         codes[block] = _solve_block(
             left[block],
-            _ask(u[:, :start, block], errors[:start]),
-            u[:, block, block],
+            _asked(r[:, :start, block], errors[:start]),
+            r[:, block, block],
             below,
             scale[group[block]],
             zero[group[block]],
@@ -259,42 +261,36 @@ def _solve_in_order(
     return codes.reshape(heads, steps * step, cols)[:, :rows].contiguous()
 
 
-def _unit(u: Float[Tensor, "n n"]) -> Float[Tensor, "n n"]:
-    """Rows over their pivots: what an error of 1 in one column asks of those to its right."""
-    return u / u.diagonal()[:, None]
-
-
-def _ask(u: Float[Tensor, "factors k b"], errors: Float[Tensor, "k steps lanes"]) -> Float[Tensor, "b steps lanes"]:
+def _asked(r: Float[Tensor, "factors k b"], errors: Float[Tensor, "k steps lanes"]) -> Float[Tensor, "b steps lanes"]:
     """What the errors of earlier columns ask of a block of columns, in one product."""
     k, steps, lanes = errors.shape
-    factors, _, b = u.shape
+    factors, _, b = r.shape
     shares = lanes // factors
     by_factor = errors.view(k, steps, factors, shares).permute(2, 0, 1, 3).reshape(factors, k, steps * shares)
-    return (u.mT @ by_factor).view(factors, b, steps, shares).permute(1, 2, 0, 3).reshape(b, steps, lanes)
+    return (r.mT @ by_factor).view(factors, b, steps, shares).permute(1, 2, 0, 3).reshape(b, steps, lanes)
 
 
-def _compensation(u: Float[Tensor, "heads n n"], step: int) -> Float[Tensor, "steps heads padded step"]:
-    """How much of an error of a row each later row takes over: U_BB⁻¹ U_B,later for the rows B of a step, steps reversed.
+def _compensation(r: Float[Tensor, "heads n n"], step: int) -> Float[Tensor, "steps heads padded step"]:
+    """How much of an error of a row each later row takes over: R_earlier,B R_BB⁻¹ for the rows B of a step, steps reversed.
 
-    The rows of a step are known together, so the rows below solve for all of them; for one row it is U_j,later / U_jj.
+    The rows of a step are known together, so they solve for all of those above; for one row it is R_j,later / R_later,later.
     """
-    heads, n, _ = u.shape
-    padding = -n % step
-    u = torch.nn.functional.pad(u, (0, padding, 0, padding))
-    of = torch.arange(n + padding, device=u.device) // step
-    inside = u * (of[:, None] == of)
+    heads, n, _ = r.shape
+    r = torch.nn.functional.pad(r, (0, -n % step, 0, -n % step))
+    n_padded = r.shape[-1]
+    of = torch.arange(n_padded, device=r.device) // step
+    inside = r * (of[:, None] == of)
     inside.diagonal(dim1=-2, dim2=-1)[:, n:] = 1
-    share = torch.linalg.solve_triangular(inside, u, upper=True) * (of[:, None] < of)
-    share = share.view(heads, -1, step, len(of) // step, step).flip(
-        1, 3
-    )  # [heads, from step, from row, to step, to row]
-    return share.permute(3, 0, 1, 2, 4).reshape(len(of) // step, heads, len(of), step).contiguous()
+    share = torch.linalg.solve_triangular(inside, r, upper=True, left=False) * (of[:, None] < of)
+    # From a row of a step to a row of a step; then to step, head, from row, to row.
+    share = share.view(heads, -1, step, n_padded // step, step).flip(1, 3).permute(3, 0, 1, 2, 4)
+    return share.reshape(-1, heads, n_padded, step).contiguous()
 
 
 def _solve_block(
     left: Float[Tensor, "b steps lanes"],
     asked: Float[Tensor, "b steps lanes"],
-    u: Float[Tensor, "factors b b"],
+    r: Float[Tensor, "factors b b"],
     below: Float[Tensor, "steps heads padded step"] | None,
     scale: Float[Tensor, "b steps lanes"],
     zero: Float[Tensor, "b steps lanes"],
@@ -304,13 +300,14 @@ def _solve_block(
 ) -> Float[Tensor, "b steps lanes"]:
     """Quantize the columns of one block: fills ``errors``, with zeros so far, and returns codes."""
     b, steps, lanes = left.shape
-    factors = len(u)
+    factors = len(r)
     low, high, codes = -zero, qmax - zero, torch.empty_like(left)
-    u = u.permute(2, 0, 1).reshape(b * factors, 1, b)  # a row for each column and factor
-    by_factor = errors.view(b, steps * factors, -1).transpose(0, 1)
+    # With a factor for all heads, small products do the work; with one for each head they would have a single column.
+    one_row, one_factor = r[0].T.contiguous().unsqueeze(1), errors.transpose(0, 1)
+    r = r.permute(1, 2, 0).contiguous().unsqueeze(3)  # [from column, to column, factors, 1]
     if below is not None:
         _, heads, n, step = below.shape
-        moved = left.new_zeros(b, heads, steps, step)  # by how much each row was moved, of all columns
+        moved = left.new_zeros(b, heads, steps, step)  # how far what each row became is from what it was
     for t in range(b + steps - 1):
         offset = t - (steps - 1)
         first, last = max(0, offset), min(b, t + 1)  # columns
@@ -319,19 +316,19 @@ def _solve_block(
         value, value_scale, least, greatest, error, code = (
             x.diagonal(-offset) for x in (left, scale, low, high, errors, codes)
         )  # [lanes, now]
+        v = value
         if below is not None:
             share = below[begin:end] * moved[first:last].view(now, heads, n, 1)
-            value = value - share.sum(2).view(now, lanes).T
-        w = torch.baddbmm(
-            (value - asked.diagonal(-offset)).T.view(now * factors, 1, -1),
-            u[first * factors : last * factors, :, :last],
-            by_factor[begin * factors : end * factors, :last],
-            alpha=-1,
-        )
-        w = w.view(now, lanes).T
+            v = value + share.sum(2).view(now, lanes).T
+        w = v + asked.diagonal(-offset)
+        if factors == 1:
+            w = w + torch.bmm(one_row[first:last, :, :last], one_factor[begin:end, :last]).view(now, lanes).T
+        else:
+            shares = r[:last, first:last] * errors[:last, begin:end].view(last, now, factors, -1)
+            w = w + shares.sum(0).view(now, lanes).T
         torch.clamp((w / value_scale).round_(), least, greatest, out=code)
         q = code * value_scale
-        torch.sub(w, q, out=error)
+        torch.sub(v, q, out=error)
         if below is not None:
             moved.diagonal(-offset, 0, 2).copy_((value - q).view(heads, step, now))
     return codes.add_(zero)

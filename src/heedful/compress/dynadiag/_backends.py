@@ -103,6 +103,8 @@ def _csr_product(x, values, offsets, out_features, *, tall):
     shape = out_features, x.shape[1]
     pattern = _csr_pattern(*shape, check_offsets(offsets, max(shape)), tall, x.device)
     matrix = pattern.with_values(values.reshape(-1)[pattern.order], shape)
+    if len(x) == 1:
+        return (matrix @ x[0])[None]  # half the time of a product with one column
     return (matrix @ x.T.contiguous()).T.contiguous()
 
 

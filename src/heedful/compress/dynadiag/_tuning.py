@@ -20,7 +20,7 @@ from heedful._machine import fingerprint, time_call
 from heedful._results import track
 from heedful._validation import require_number
 from heedful.compress.dynadiag import _backends
-from heedful.errors import HeedfulWarning
+from heedful.errors import HeedfulWarning, ParameterError
 
 Operation = Literal["product", "value_gradient"]
 _OPERATIONS: tuple[Operation, ...] = ("product", "value_gradient")
@@ -56,17 +56,27 @@ def tune_backend(
     pandas.DataFrame
         A row for each operation ("product", "value_gradient") and case, with the seconds of each backend.
 
+    Raises
+    ------
+    ParameterError
+        If a number is out of its range, there is nothing to measure, or the device cannot be used.
+    OSError
+        If the cache folder cannot be written to; nothing is measured then.
+
     Notes
     -----
     *Cost.* About a minute on one core with the usual cases; 2 × sizes × densities × batches measurements.
     """
-    where = torch.device(device)
+    where = _device(device)
     dtype = torch.float32 if where.type == "cpu" else torch.bfloat16
     for size in (*sizes, *batches):
         require_number(size, "sizes and batches", low=1, integer=True)
     for density in densities:
         require_number(density, "densities", low=0.0, open_low=True, high=1.0)
     cases = list(itertools.product(_OPERATIONS, sizes, densities, batches))
+    if not cases:
+        raise ParameterError("sizes, densities and batches must each hold a number, or there is nothing to measure.")
+    _table_path(where.type).parent.mkdir(parents=True, exist_ok=True)  # If it cannot be, say so before the minute.
     rows = []
     for operation, size, density, batch in track(cases, "tune", len(cases)):
         case = _case(operation, (size, size), max(1, round(density * size)), batch)
@@ -155,8 +165,9 @@ def _table(device: str) -> list[dict[str, Any]]:
         try:
             table = json.loads(path.read_text())
             if table["format"] == _FORMAT and table["processor"] == _processor(device):
+                _require_measurements(table["rows"])
                 return table["rows"]
-        except (OSError, ValueError, LookupError, TypeError) as error:
+        except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
             warnings.warn(
                 f"{path} is not a table of backends ({error!r}) and was ignored. Run tune_backend() again.",
                 HeedfulWarning,
@@ -167,14 +178,33 @@ def _table(device: str) -> list[dict[str, Any]]:
     return json.loads(resources.files("heedful.compress.dynadiag").joinpath("backends_cpu.json").read_text())["rows"]
 
 
+def _require_measurements(rows: list[dict[str, Any]]) -> None:
+    """Raise some error unless ``choose_backend`` can go by these rows."""
+    for row in rows:
+        seconds = row["seconds"]
+        if (
+            row["operation"] not in _OPERATIONS
+            or _distance(row, row)
+            or "dense" not in seconds
+            or min(seconds.values()) <= 0
+        ):
+            raise ValueError(row)
+
+
 def _write(device: torch.device, rows: list[dict[str, Any]]) -> None:
     path = _table_path(device.type)
-    path.parent.mkdir(parents=True, exist_ok=True)
     text = json.dumps({"format": _FORMAT, "processor": _processor(device.type), "rows": rows}, indent=1)
     with write_atomic(path) as temporary:
         temporary.write_text(text + "\n")
     _table.cache_clear()
     _choose.cache_clear()
+
+
+def _device(name: str) -> torch.device:
+    try:
+        return torch.empty(0, device=name).device
+    except (RuntimeError, AssertionError) as error:
+        raise ParameterError(f"device={name!r} cannot be used here: {error}") from error
 
 
 def _processor(device: str) -> str:

@@ -11,7 +11,13 @@ from torch import Tensor, nn
 
 from heedful.compress._patterns import require_sparsity
 from heedful.compress._sparsity import select_layers
-from heedful.compress.dynadiag.layer import DiagonalLinear, by_energy, read_diagonals, weight_of
+from heedful.compress.dynadiag.layer import (
+    DiagonalLinear,
+    by_energy,
+    read_diagonals,
+    require_finite_weight,
+    weight_of,
+)
 from heedful.compress.dynadiag.pattern import active_diagonals, check_offsets, check_values, indices
 from heedful.errors import FileFormatError, InputError, ParameterError, UnsupportedModelError
 
@@ -44,11 +50,7 @@ def project_to_diagonals(weight: Float[Tensor, "out in"], *, sparsity: float) ->
             [ 0., -2.]])
     """
     require_sparsity(sparsity)
-    if not weight.isfinite().all():
-        raise InputError(
-            f"a weight of shape {tuple(weight.shape)} has {int((~weight.isfinite()).sum())} entries that are NaN or "
-            "infinite; its strongest diagonals are unknown. Exclude that layer."
-        )
+    require_finite_weight(weight)
     strongest = by_energy(read_diagonals(weight))[: active_diagonals(max(weight.shape), sparsity)]
     out, inputs = weight.shape
     rows, cols = indices(out, inputs, strongest, tall=out >= inputs)
@@ -127,6 +129,8 @@ def convert_to_diagonal(
     ------
     UnsupportedModelError
         If there are diagonal layers already, no layer is left to convert, or two modules share a weight.
+    InputError
+        If an entry of a weight is NaN or infinite; the model is then as it was.
     """
     if already := diagonal_layers(model):
         raise UnsupportedModelError(
@@ -134,10 +138,12 @@ def convert_to_diagonal(
             "diagonal_to_dense first."
         )
     layers = convertible_layers(model, include=include, exclude=exclude)
-    for name, linear in layers.items():
-        replace_module(
-            model, name, DiagonalLinear.from_linear(linear, sparsity=sparsity, generator=generator, **settings)
-        )
+    converted = {
+        name: DiagonalLinear.from_linear(linear, sparsity=sparsity, generator=generator, **settings)
+        for name, linear in layers.items()
+    }
+    for name, layer in converted.items():
+        replace_module(model, name, layer)
     logger.info("%d layers became diagonal; left alone: %s", len(layers), ", ".join(other_layers(model)) or "none")
     return model
 
@@ -270,8 +276,10 @@ def _rebuilt(
     if (description.get("out_features"), description.get("in_features")) != (out, inputs):
         raise FileFormatError(f"Layer {name!r} is {out} × {inputs} in this model; the file says {dict(description)}.")
     values, offsets = tensors.get("values"), tensors.get("frozen_offsets")
-    if values is None or not values.is_floating_point():
+    if values is None or not all(t.is_floating_point() for t in tensors.values() if t is not offsets):
         raise FileFormatError(f"Layer {name!r} lacks its values, or they are no floating-point numbers.")
+    if ("bias" in tensors) != (old.bias is not None):
+        raise FileFormatError(f"Layer {name!r} has a bias either in this model or in the file, but not in both.")
     if offsets is None or offsets.dtype != torch.int64 or offsets.ndim != 1 or not len(offsets):
         raise FileFormatError(f"Layer {name!r} lacks its offsets, or they are not a list of int64.")
     try:

@@ -114,7 +114,7 @@ class DynaDiag(SparseTraining):
     Attributes
     ----------
     steps_taken : int
-        Number of calls of ``step``.
+        How many steps of the optimizer ``step`` has counted.
     layers : dict of str to DiagonalLinear
         The diagonal layers.
     frozen : bool
@@ -182,7 +182,7 @@ class DynaDiag(SparseTraining):
         generator: torch.Generator | None = None,
     ):
         require_sparsity(sparsity)
-        if len(temperature) != 2:
+        if not isinstance(temperature, Sequence) or len(temperature) != 2:
             raise ParameterError(
                 f"temperature must be two numbers, T at the start and at the end; got {temperature!r}."
             )
@@ -431,6 +431,6 @@ def _refuse_if_late(model: nn.Module, optimizer: Optimizer, dense: dict[str, Any
     for name, layer in dense.items():
         if optimizer.state.get(layer.weight):
             raise ParameterError(
-                f"The optimizer has stepped with the dense weight of {name!r} already, and its memory would be lost. Make "
-                "DynaDiag before the first step, or a new optimizer."
+                f"The optimizer remembers the dense weight of {name!r} already, and would lose that. Make DynaDiag before "
+                "the first step, or a new optimizer; not Adagrad, which cannot take new parameters."
             )

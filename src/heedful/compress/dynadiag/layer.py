@@ -243,8 +243,15 @@ class DiagonalLinear(nn.Module):
             It shares its bias with the new layer, which takes its device, dtype and mode.
         sparsity, generator, **settings
             As for the class.
+
+        Raises
+        ------
+        InputError
+            If the layer is of another kind, or an entry of its weight is NaN or infinite.
         """
         weight = weight_of(linear)
+        if not weight.is_meta:
+            require_finite_weight(weight)
         layer = cls(
             weight.shape[1],
             weight.shape[0],
@@ -335,7 +342,7 @@ class DiagonalLinear(nn.Module):
 
     def forward(self, x: Float[Tensor, "*batch in"]) -> Float[Tensor, "*batch out"]:
         """The product x Wᵀ + b over the last axis."""
-        if x.shape[-1] != self.in_features:
+        if x.shape[-1:] != (self.in_features,):
             raise InputError(f"this layer takes {self.in_features} features; got an input of shape {tuple(x.shape)}.")
         values, offsets = self._diagonals()
         y = diagonal_matmul(x, values, offsets, self.out_features, backend=self.backend)
@@ -520,9 +527,21 @@ def by_energy(diagonals: Float[Tensor, "p d"], groups: int = 1) -> Int[Tensor, "
     return torch.linalg.vector_norm(norms.view(-1, groups), dim=1).sort(descending=True, stable=True).indices
 
 
+def require_finite_weight(weight: Float[Tensor, "out in"]) -> None:
+    """Raise ``InputError`` where the strongest diagonals are unknown."""
+    if not weight.isfinite().all():
+        raise InputError(
+            f"a weight of shape {tuple(weight.shape)} has {int((~weight.isfinite()).sum())} entries that are NaN or "
+            "infinite; its strongest diagonals are unknown. Exclude that layer."
+        )
+
+
 def weight_of(linear: nn.Module) -> Tensor:
     """The weight of ``nn.Linear``, or of transformers' ``Conv1D``, which keeps it transposed, as (out, in)."""
-    return linear.weight if isinstance(linear, nn.Linear) else linear.weight.T  # type: ignore[return-value]
+    weight: Any = getattr(linear, "weight", None)
+    if not isinstance(weight, Tensor) or weight.ndim != 2:
+        raise InputError(f"a {type(linear).__name__} cannot become diagonal. Give nn.Linear or transformers' Conv1D.")
+    return weight if isinstance(linear, nn.Linear) else weight.T
 
 
 def _fill(target: Tensor, draw: Callable[[Tensor], Tensor], generator: torch.Generator | None) -> None:

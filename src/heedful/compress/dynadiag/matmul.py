@@ -96,8 +96,10 @@ def _check(x: Tensor, values: Tensor, offsets: Tensor, out_features: int) -> Non
     if not x.ndim or not x.shape[-1]:
         raise InputError(f"x has shape {tuple(x.shape)}; its last dimension must hold at least one feature.")
     check_values(values, offsets, out_features, x.shape[-1])
-    if x.dtype != values.dtype:
-        raise InputError(f"x is {x.dtype} and values are {values.dtype}. Convert one of them.")
+    if not x.is_floating_point() or x.dtype != values.dtype:
+        raise InputError(f"x is {x.dtype} and values are {values.dtype}. Convert them to one floating-point type.")
+    if offsets.dtype not in (torch.int64, torch.int32):
+        raise InputError(f"offsets are {offsets.dtype}. Convert them to int64.")
     if len({x.device, values.device, offsets.device}) > 1:
         raise InputError(
             f"x is on {x.device}, values on {values.device} and offsets on {offsets.device}. Move them to one device."

@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import MutableMapping, Sequence
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
@@ -196,7 +197,9 @@ def check_offsets(offsets: Tensor, n_diagonals: int) -> tuple[int, ...]:
 
     On a GPU, where looking waits for all work before it, a tensor is looked at once until it changes.
     """
-    if offsets.device.type == "cpu" or offsets.is_inference():  # which does not count its changes
+    if offsets.device.type == "cpu":
+        return _distinct_of_bytes(offsets.long().numpy().tobytes(), n_diagonals)
+    if offsets.is_inference():  # which does not count its changes
         return _distinct(tuple(offsets.tolist()), n_diagonals)
     version, numbers = _seen.get(offsets, (None, ()))
     if version != offsets._version:
@@ -206,6 +209,12 @@ def check_offsets(offsets: Tensor, n_diagonals: int) -> tuple[int, ...]:
 
 
 _seen: MutableMapping[Tensor, tuple[int | None, tuple[int, ...]]] = WeakTensorKeyDictionary()
+
+
+@functools.lru_cache(maxsize=256)
+def _distinct_of_bytes(offsets: bytes, n_diagonals: int) -> tuple[int, ...]:
+    """Bytes are made and compared in a fraction of the time that a tuple of numbers takes."""
+    return _distinct(tuple(np.frombuffer(offsets, np.int64).tolist()), n_diagonals)
 
 
 @functools.lru_cache(maxsize=256)
