@@ -97,6 +97,16 @@ def test_revivals_count_what_had_been_active_before():
     assert bame._Revivals().percent == 0
 
 
+def test_without_obf_no_block_may_freeze(monkeypatch):
+    thresholds, train = [], bame.train
+    monkeypatch.setattr(
+        bame, "train", lambda *a, **k: thresholds.append((t := train(*a, **k)).driver.freeze_threshold) or t
+    )
+    run("bame", "validation")
+    run("bame_no_obf", "validation")
+    assert thresholds == [0.1, float("inf")]
+
+
 def test_fixed_masks_do_not_oscillate():
     assert {arm: run(arm).metrics["oscillating"] for arm in ("dense", "static")} == {"dense": 0, "static": 0}
 

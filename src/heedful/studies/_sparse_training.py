@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import CosineAnnealingLR
 
 from heedful import data
-from heedful._random import spawn
+from heedful._random import spawn, torch_generator
 
 Split = Literal["validation", "test"]
 
@@ -192,6 +192,11 @@ def fashion(prepare: Callable[[Tensor], Tensor], *, split: Split, seed: int, n: 
         return torch.tensor(labels[rows.numpy()])
 
     return Rows(inputs(images.x_train, training), targets(images.y_train, training), inputs(x, rows), targets(y, rows))
+
+
+def mask_generator(seed: int) -> torch.Generator:
+    """For random masks of a trial: apart from the streams that draw weights and batches."""
+    return torch_generator(spawn(seed, 1)[0])
 
 
 def _shuffled(n: int, seed: int) -> Tensor:

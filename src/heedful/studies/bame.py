@@ -27,7 +27,7 @@ from heedful.compress.bame.flops import Method
 from heedful.compress.bame.swaps import Oscillation, SwapScores
 from heedful.evidence import Arm, Budget, Claim, Metric, Outcome, Study, Task
 from heedful.studies._small_nets import mlp, resnet8
-from heedful.studies._sparse_training import Driver, Score, Split, Supervised, digits, fashion, train
+from heedful.studies._sparse_training import Driver, Score, Split, Supervised, digits, fashion, mask_generator, train
 
 Phases = Mapping[Method, float]
 Equal = Literal["steps", "flops"]
@@ -103,7 +103,7 @@ def dense(task: NMTask, *, budget: Budget, seed: int, lr: float) -> Outcome:
 def static(task: NMTask, *, budget: Budget, seed: int, lr: float) -> Outcome:
     """A mask drawn at random once."""
     pattern = f"{task.n}:{task.m}"
-    driver = functools.partial(StaticMask, pattern=pattern, generator=torch.Generator().manual_seed(seed))
+    driver = functools.partial(StaticMask, pattern=pattern, generator=mask_generator(seed))
     return _run(task, budget, seed, lr, driver, {"static": 1.0})
 
 
@@ -122,7 +122,7 @@ def nm_rigl(task: NMTask, *, budget: Budget, seed: int, lr: float) -> Outcome:
 
 def bi_mask(task: NMTask, *, budget: Budget, seed: int, lr: float) -> Outcome:
     """SR-STE with a second mask for the pass back to the inputs."""
-    settings = {"interval": budget.interval, "generator": torch.Generator().manual_seed(seed)}
+    settings = {"interval": budget.interval, "generator": mask_generator(seed)}
     driver = functools.partial(BiMask, n=task.n, m=task.m, rescale_init=True, **settings)
     return _run(task, budget, seed, lr, driver, {"bi_mask": 1.0})
 

@@ -25,7 +25,7 @@ from heedful.errors import InputError
 from heedful.evidence import Arm, Budget, Claim, Metric, Outcome, Study, Task
 from heedful.studies._byte_llama import text_bytes, windows
 from heedful.studies._small_nets import ByteTransformer, mixer, mlp
-from heedful.studies._sparse_training import Rows, Score, Split, Supervised, digits, fashion, train
+from heedful.studies._sparse_training import Rows, Score, Split, Supervised, digits, fashion, mask_generator, train
 
 Layout = Literal["dense", "csr", "diagonal"]
 
@@ -169,7 +169,7 @@ def _run(
     network = task.network(seed)
     layers = _sparse_layers(task, network)
     if driver is not None:
-        driver = functools.partial(driver, sparsity=task.sparsity, generator=torch.Generator().manual_seed(seed))
+        driver = functools.partial(driver, sparsity=task.sparsity, generator=mask_generator(seed))
     steps = _steps(task, budget)
     trained = train(task, steps=steps, seed=seed, make_optimizer=functools.partial(Adam, lr=lr), make_driver=driver)
     density = mean_share(1 - task.sparsity, dense_steps)

@@ -186,6 +186,82 @@ def test_gain_follows_the_kind_of_optimizer():
     assert bame(model, sgd(model), gain="adam").stats().gain == "adam"
 
 
+def block_by_block(model, optimizer, data, n, m, *, interval, warm, end, threshold):
+    """BAME after SR-STE for ``warm`` steps, written down naively; the masks it ends with."""
+    weights = [model[2].weight, model[4].weight]
+    masks = [torch.zeros(weight.numel() // m, m, dtype=torch.bool) for weight in weights]
+    pruned, events, frozen = [
+        {(i, layer): set() for layer in (0, 1) for i in range(len(masks[layer]))} for _ in range(3)
+    ]
+    adaptations = 0
+
+    def choose():
+        for weight, mask in zip(weights, masks, strict=True):
+            for row, active in zip(weight.detach().view(-1, m), mask, strict=True):
+                order = sorted(range(m), key=lambda i: -abs(float(row[i])))
+                active[:] = torch.tensor([i in order[:n] for i in range(m)])
+
+    with torch.no_grad():
+        for weight in weights:
+            weight *= math.sqrt(m / n)
+    choose()
+    for t, (x, y) in enumerate(data):
+        optimizer.zero_grad()
+        kept = [torch.where(mask.view_as(w), w, 0).detach() for w, mask in zip(weights, masks, strict=True)]
+        own = [weight.data for weight in weights]
+        for weight, value in zip(weights, kept, strict=True):
+            weight.data = value  # the gradient of a sparse weight is dense
+        cross_entropy(model(x), y).backward()
+        for weight, value in zip(weights, own, strict=True):
+            weight.data = value
+        for layer, (weight, mask) in enumerate(zip(weights, masks, strict=True)):
+            w, g = weight.data.view(-1, m), weight.grad.view(-1, m)
+            moments = [
+                v.view(-1, m) for v in optimizer.state[weight].values() if v is not None and v.shape == weight.shape
+            ]
+            if t < warm:
+                g += 2e-4 * torch.where(mask, 0, w)
+                continue
+            if t == warm:
+                for values in (w, *moments):
+                    values[~mask] = 0
+            if 0 < t < end and t % interval == 0:
+                adaptations += layer == 0
+                for b in range(len(mask)):
+                    i = min((k for k in range(m) if mask[b, k]), key=lambda k: abs(float(g[b, k] * w[b, k])))
+                    j = max((k for k in range(m) if not mask[b, k]), key=lambda k: abs(float(g[b, k])))
+                    if abs(g[b, i] * w[b, i]) < 0.01 * abs(g[b, j]) and not frozen[b, layer]:
+                        mask[b, i], mask[b, j] = False, True
+                        for values in (w, *moments):
+                            values[b, i] = values[b, j] = 0
+                        if j in pruned[b, layer]:
+                            events[b, layer].add(t)
+                        pruned[b, layer] = (pruned[b, layer] | {i}) - {j}
+                    if len(events[b, layer]) >= 2 and len(events[b, layer]) / adaptations > threshold:
+                        frozen[b, layer].add(t)
+            g *= mask
+        optimizer.step()
+        for weight, mask in zip(weights, masks, strict=True):
+            if t >= warm:
+                weight.data.view(-1, m)[~mask] = 0
+        if t < warm:
+            choose()
+    assert sum(map(bool, frozen.values())) > 10
+    return [mask.view_as(weight) for weight, mask in zip(weights, masks, strict=True)]
+
+
+@pytest.mark.parametrize(("warmup", "warm"), [("fixed", 0), ("sr_ste", 5)])
+def test_training_equals_that_by_a_loop_over_blocks(warmup, warm):
+    naive, model = mlp(dtype=torch.float64), mlp(dtype=torch.float64)
+    data = list(batches(model, 40, dtype=torch.float64))
+    optimizers = [torch.optim.Adam(each.parameters(), lr=0.01) for each in (naive, model)]
+    masks = block_by_block(naive, optimizers[0], data, 1, 4, interval=2, warm=warm, end=30, threshold=0.25)
+    settings = {"interval": 2, "warmup": warmup, "start": 0.11 if warm else 0.0, "freeze_threshold": 0.25}  # step 4.4
+    driver = trained(model, optimizer=optimizers[1], n=1, data=data, **settings)
+    assert_same(masks, list(driver.masks().values()))
+    assert_same(weights_of(naive), weights_of(driver.finalize()))
+
+
 def test_at_most_max_fraction_of_the_blocks_swap():
     driver = trained(mlp(), 5, max_fraction=0.1)
     assert driver.stats().adaptations == 1
@@ -490,6 +566,17 @@ def test_both_backends_train_alike(n, m):
     assert_same(list(masked.masks().values()), list(compressed.masks().values()))
     for a, b in zip(weights_of(left), weights_of(right), strict=True):
         torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-12)  # sums in another order, float64
+
+
+def test_the_compressed_backend_stays_as_it_is_in_a_compiled_model():
+    eager, model = mlp(), mlp()
+    data = list(batches(eager, 10))
+    torch._dynamo.reset()
+    optimizer = sgd(model)
+    driver = bame(model, optimizer, 1, 4, backend="compressed")
+    train(torch.compile(model, backend="eager"), optimizer, driver, data)
+    assert trained(eager, n=1, data=data, backend="compressed").stats() == driver.stats()
+    assert_same(weights_of(eager), weights_of(model))
 
 
 @pytest.mark.parametrize("shape", [(0, 16), (16,), (2, 3, 4, 16), (1, 16)])

@@ -173,7 +173,12 @@ def test_on_a_separable_quadratic_predictions_are_off_by_the_known_second_order(
         ({"rank": 2}, ParameterError, r"^rank must be an int >= 0 and <= 1; got 2\.$"),
         ({"dim": 2}, ParameterError, r"^dim must be an int >= -2 and <= 1; got 2\.$"),
         ({"gain": "lion"}, ParameterError, r"^gain must be one of 'sgd', 'adam'; got 'lion'\.$"),
-        ({"n": 1}, InputError, r"^mask must have n=1 of every m=4 entries True; got 6 of 12\.$"),
+        ({"n": 1}, InputError, r"^mask must have n=1 of every m=4 entries True; block 0 has 2\.$"),
+        (
+            {"mask": torch.tensor([[1, 1, 0, 0], [1, 1, 1, 1], [0, 0, 0, 0]], dtype=torch.bool)},
+            InputError,
+            r"^mask must have n=2 of every m=4 entries True; block 1 has 4\.$",
+        ),
         ({"m": 3, "n": 1}, InputError, r"^4 entries along dimension 1 cannot be cut into blocks of m=3\.$"),
         (
             {"grad": GRAD[:2]},

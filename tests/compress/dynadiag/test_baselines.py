@@ -151,14 +151,15 @@ def test_rigl_exchanges_single_weights_by_hand():
 
 
 def test_diagonal_rigl_exchanges_whole_diagonals_by_hand():
-    # Offsets 0, 1 of a 3 × 3 weight: entries (0,0) (1,1) (2,2) and (1,0) (2,1) (0,2). Means of |W|: 0.5 and 0.2.
-    weight = torch.tensor([[0.9, 0.0, 0.1], [0.4, 0.3, 0.0], [0.0, 0.1, 0.3]])
+    # Offsets 0, 1 of a 3 × 3 weight: entries (0,0) (1,1) (2,2) and (1,0) (2,1) (0,2). Means of |W|: 0.7, 0.2; of W: 0.1, 0.2.
+    weight = torch.tensor([[0.9, 0.0, 0.1], [0.4, -0.9, 0.0], [0.0, 0.1, 0.3]])
     mask = diagonal_mask((3, 3), torch.tensor([0, 1]))
-    gradient = diagonal_mask((3, 3), torch.tensor([2])) * 0.25 - mask * 0.125
+    outside = torch.tensor([[0.0, -0.25, 0.0], [0.0, 0.0, 0.25], [0.25, 0.0, 0.0]])  # its mean is 0.25 / 3
+    gradient = outside - mask * 0.125
     model, optimizer, driver = one_layer(DiagonalRigL, weight, mask, drop_fraction=0.5)
     step_with_gradient(model, optimizer, gradient)
     assert torch.equal(driver.masks()[""], diagonal_mask((3, 3), torch.tensor([0, 2])))
-    expected = torch.eye(3) * (weight + 0.125) - 0.25 * diagonal_mask((3, 3), torch.tensor([2]))
+    expected = torch.eye(3) * (weight + 0.125) - outside
     torch.testing.assert_close(model.weight.detach(), expected)
 
 

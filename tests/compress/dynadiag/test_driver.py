@@ -409,6 +409,20 @@ def test_training_resumes_bit_for_bit(optimizer, stop, order):
     assert same(resumed.state(), straight.state())
 
 
+def test_a_new_optimizer_trains_the_layers_that_were_loaded():
+    saved = Training().run(7).save()
+    training = Training().load(saved, (0, 2))
+    owned = [p for group in training.optimizer.param_groups for p in group["params"]]
+    assert {id(p) for p in training.model.parameters()} == {id(p) for p in owned}
+
+
+def test_a_resumed_driver_counts_what_was_replaced_since_the_first_start():
+    training = Training(score_lr_scale=100.0).run(7)
+    other = Training(score_lr_scale=100.0)
+    other.driver._first_offsets = {name: [] for name in other.layers}  # as if another seed had made it
+    assert other.load(training.save()).driver.stats() == training.driver.stats()
+
+
 def test_training_goes_back_from_frozen_to_live():
     training = Training(sgd)
     saved = training.run(3).save()

@@ -315,6 +315,18 @@ def test_from_linear_keeps_the_strongest_diagonals_and_all_values(seed):
     assert layer.bias is dense.bias
 
 
+def test_values_of_diagonals_far_from_being_chosen_are_finite():
+    layer = DiagonalLinear.from_linear(nn.Linear(6, 10), sparsity=0.7, temperature=1e-4, generator=seeded(0))
+    assert (layer.importance() == 0).any()
+    assert layer.values.isfinite().all()
+
+
+def test_from_linear_keeps_mode_and_what_does_not_train():
+    layer = DiagonalLinear.from_linear(nn.Linear(6, 10).eval().requires_grad_(False), sparsity=0.7)
+    assert not layer.training
+    assert not any(p.requires_grad for p in layer.parameters())
+
+
 def test_equally_strong_diagonals_rank_by_offset():
     assert by_energy(torch.tensor([[0.0, 1.0], [1.0, 1.0], [1.0, 0.0], [-1.0, 1.0]])).tolist() == [1, 3, 0, 2]
 
@@ -475,7 +487,10 @@ def test_settings_out_of_range_are_refused(settings, message):
 def test_features_must_match():
     with pytest.raises(InputError, match=r"^this layer takes 12 features; got an input of shape \(2, 8\)\.$"):
         make()(torch.zeros(2, 8))
-    with as_users_have_it(), pytest.raises(InputError, match=r"^this layer takes 12 features; got an input of shape \(\)"):
+    with (
+        as_users_have_it(),
+        pytest.raises(InputError, match=r"^this layer takes 12 features; got an input of shape \(\)"),
+    ):
         make()(torch.tensor(1.0))
 
 

@@ -299,3 +299,14 @@ def test_numba_is_imported_only_when_asked_for():
         assert not {"numba", "llvmlite"} & set(sys.modules)
     """
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_where_numbers_are_all_that_is_wanted_the_operator_is_spared(monkeypatch):
+    x, values, offsets = torch.randn(3, 8), torch.randn(2, 8), torch.tensor([1, 6])
+    expected = matmul._product(x, values, offsets, 12, True, "dense")
+    monkeypatch.setattr(matmul, "_product", None)
+    assert torch.equal(diagonal_matmul(x, values, offsets, 12, backend="dense"), expected)
+    with torch.no_grad():
+        assert torch.equal(diagonal_matmul(x, values.requires_grad_(), offsets, 12, backend="dense"), expected)
+    with pytest.raises(TypeError):
+        diagonal_matmul(x, values, offsets, 12, backend="dense")

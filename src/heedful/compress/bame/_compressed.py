@@ -78,6 +78,7 @@ def _starts(counts: Tensor) -> Tensor:
 class CompressedLinear(nn.Linear):
     """A masked ``nn.Linear`` whose products skip what is inactive, unless its gradient must be dense."""
 
+    @torch.compiler.disable  # torch.compile leaves it as it is: tracing CSR products crashes
     def forward(self, input: Tensor) -> Tensor:
         weight, mask = self._masked()
         if mask.dense_grad:

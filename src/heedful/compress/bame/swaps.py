@@ -106,6 +106,7 @@ def swap_scores(
     require_choice(gain, "gain", ("sgd", "adam"))
     require_number(rank, "rank", low=0, high=max(min(n, m - n) - 1, 0), integer=True)
     weights, grads, active = (to_blocks(x, m, dim) for x in (weight, grad, mask))
+    _require_n_active(active, n)
     together = _CHUNK * torch.get_num_threads() if weight.device.type == "cpu" else weight.numel()
     rows = max(1, together // m)
     parts = [
@@ -227,5 +228,13 @@ def _check_scored(weight: Tensor, grad: Tensor, mask: Tensor, n: int, m: int, di
     require_number(dim, "dim", low=-weight.ndim, high=weight.ndim - 1, integer=True)
     if weight.shape[dim] % m:
         raise InputError(f"{weight.shape[dim]} entries along dimension {dim} cannot be cut into blocks of m={m}.")
-    if mask.count_nonzero() * m != mask.numel() * n:
-        raise InputError(f"mask must have n={n} of every m={m} entries True; got {int(mask.sum())} of {mask.numel()}.")
+
+
+def _require_n_active(active: Bool[Tensor, "blocks m"], n: int) -> None:
+    counts = torch.zeros(len(active), dtype=torch.int16, device=active.device)
+    for column in active.view(torch.uint8).unbind(1):  # several times as fast as torch's sum over short rows
+        counts += column
+    wrong = counts != n
+    if wrong.any():
+        m, k = active.shape[1], int(wrong.nonzero()[0])
+        raise InputError(f"mask must have n={n} of every m={m} entries True; block {k} has {int(counts[k])}.")

@@ -6,6 +6,7 @@ from typing import Literal
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
+from torch.nn import Buffer, Parameter
 
 from heedful._validation import require_choice, require_number
 from heedful.compress.dynadiag import _backends
@@ -87,7 +88,8 @@ def diagonal_matmul(
         x, values = (tensor.to(torch.get_autocast_dtype(device)) for tensor in (x, values))
     _check(x, values, offsets, out_features)
     flat = x.reshape(-1, x.shape[-1])
-    return _product(flat, values, offsets, out_features, out_features >= x.shape[-1], backend).view(
+    compute = _compute if _plain(x, values, offsets) else _product
+    return compute(flat, values, offsets, out_features, out_features >= x.shape[-1], backend).view(
         *x.shape[:-1], out_features
     )
 
@@ -112,12 +114,21 @@ def _check(x: Tensor, values: Tensor, offsets: Tensor, out_features: int) -> Non
         )
 
 
-@torch.library.custom_op("heedful::diagonal_product", mutates_args=())
-def _product(x: Tensor, values: Tensor, offsets: Tensor, out_features: int, tall: bool, backend: str) -> Tensor:
+def _plain(*tensors: Tensor) -> bool:
+    """Whether numbers are all that is wanted: then the operator's way through torch, longer than a small product, is spared."""
+    wanted = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
+    known = all(type(tensor) in (Tensor, Parameter, Buffer) and not tensor.is_meta for tensor in tensors)
+    return known and not (wanted or torch.compiler.is_compiling() or torch.jit.is_tracing())
+
+
+def _compute(x: Tensor, values: Tensor, offsets: Tensor, out_features: int, tall: bool, backend: str) -> Tensor:
     check_offsets(offsets, max(out_features, x.shape[1]))
     if backend == "auto":
         backend = choose_backend("product", x, (out_features, x.shape[1]), offsets.shape[0])
     return _backends.product(x, values, offsets.long(), out_features, tall=tall, backend=backend)
+
+
+_product = torch.library.custom_op("heedful::diagonal_product", _compute, mutates_args=())
 
 
 @_product.register_fake
