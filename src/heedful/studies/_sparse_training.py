@@ -196,7 +196,7 @@ def fashion(prepare: Callable[[Tensor], Tensor], *, split: Split, seed: int, n: 
 
 def mask_generator(seed: int) -> torch.Generator:
     """For random masks of a trial: apart from the streams that draw weights and batches."""
-    return torch_generator(spawn(seed, 1)[0])
+    return torch_generator(spawn(seed, 2)[1])
 
 
 def _shuffled(n: int, seed: int) -> Tensor:
