@@ -101,3 +101,22 @@ def test_what_is_no_pattern_or_no_checkpoint_is_refused(tmp_path):
         run(tmp_path / "bad.safetensors")
     with pytest.raises(FileNotFoundError):
         run(tmp_path / "nowhere")
+
+
+@pytest.mark.parametrize(
+    ("tensors", "meta", "says"),
+    [
+        ({"up.weight_packed": torch.zeros(2, 1, dtype=torch.int32)}, None, "has codes for up, but no weight_shape"),
+        ({"a.values": torch.ones(1, 4)}, "{", "metadata that cannot be read"),
+        ({"a.values": torch.ones(1, 4)}, '{"class": "diagonals"}', "does not say which layers are diagonal"),
+        (
+            {"a.values": torch.ones(1, 4)},
+            '{"class": "diagonals", "layers": {"a": {}}}',
+            "the shape or the offsets of a",
+        ),
+    ],
+)
+def test_files_that_contradict_themselves_are_refused(tmp_path, tensors, meta, says):
+    save_file(tensors, tmp_path / "net.safetensors", metadata=None if meta is None else {"heedful": meta})
+    with pytest.raises(FileFormatError, match=says):
+        run(tmp_path / "net.safetensors")

@@ -1,7 +1,6 @@
 """What a checkpoint holds: bits, zeros and bytes of every weight, whether it is N:M sparse, and how long its layers take."""
 
 import functools
-import json
 import math
 import os
 from collections.abc import Callable, Mapping, Sequence
@@ -9,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
 from torch import Tensor
 from torch.nn.functional import linear
 
@@ -18,11 +16,13 @@ from heedful._machine import time_call
 from heedful._masks import check_nm
 from heedful._results import track
 from heedful.compress._prune_checkpoint import linear_weights, orientation
+from heedful.compress._saved import read_metadata
 from heedful.compress._sparsity import hear_beta_warning
 from heedful.compress.bame._nm import parse_pattern
 from heedful.compress.dynadiag._backends import usable
+from heedful.compress.dynadiag.convert import described_layers
 from heedful.compress.dynadiag.matmul import diagonal_matmul
-from heedful.errors import InputError
+from heedful.errors import FileFormatError, InputError
 
 _PACKED = ("weight_packed", "weight_scale", "weight_zero_point", "weight_shape", "weight_g_idx")
 _DIAGONAL = ("values", "frozen_offsets")
@@ -101,22 +101,25 @@ def _plain_linear(model: TensorSource, exclude: Sequence[str], *, whole: set[str
 
 def _packed(model: TensorSource, layer: str) -> dict[str, Any]:
     parts = [f"{layer}.{part}" for part in _PACKED if f"{layer}.{part}" in model]
+    if f"{layer}.weight_shape" not in model:
+        raise FileFormatError(f"{model.origin} has codes for {layer}, but no weight_shape. Fetch it again.")
     shape = model.get(f"{layer}.weight_shape").tolist()
     return _row(f"{layer}.weight", shape, "packed", sum(model.info(part).nbytes for part in parts), math.nan)
 
 
-def _diagonal_layers(path: Path) -> dict[str, Mapping[str, int]]:
+def _diagonal_layers(path: Path) -> dict[str, dict[str, Any]]:
     """The diagonal layers that a file of ``save_compressed`` describes; none in other files."""
     if path.suffix != ".safetensors" or not path.is_file():
         return {}
-    with safe_open(path, framework="pt") as file:
-        meta = json.loads((file.metadata() or {}).get("heedful", "{}"))
-    return meta.get("layers", {}) if isinstance(meta, dict) and meta.get("class") == "diagonals" else {}
+    meta = read_metadata(path)
+    return described_layers(meta) if isinstance(meta, dict) and meta.get("class") == "diagonals" else {}
 
 
-def _diagonal(model: TensorSource, layer: str, described: Mapping[str, int], *, time: bool) -> dict[str, Any]:
+def _diagonal(model: TensorSource, layer: str, described: Mapping[str, Any], *, time: bool) -> dict[str, Any]:
+    shape = described.get("out_features", 0), described.get("in_features", 0)
+    if not all(isinstance(n, int) and n >= 1 for n in shape) or f"{layer}.frozen_offsets" not in model:
+        raise FileFormatError(f"{model.origin} does not say the shape or the offsets of {layer}. Save the model again.")
     values, offsets = (model.get(f"{layer}.{part}") for part in _DIAGONAL)
-    shape = (described["out_features"], described["in_features"])
     size = values.nbytes + offsets.nbytes
     zeros = 1 - values.numel() / math.prod(shape)
     row = _row(f"{layer}.weight", shape, f"{len(offsets)} diagonals", size, zeros)

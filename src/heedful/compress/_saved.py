@@ -128,15 +128,20 @@ def _write(path: str | os.PathLike, tensors: Mapping[str, Tensor], meta: Mapping
             raise OSError(f"{os.fspath(path)} could not be written: {error}.") from error
 
 
+def read_metadata(path: Path) -> Any:
+    """What heedful wrote beside the tensors of a file; None if it did not write it."""
+    try:
+        with safe_open(path, framework="pt") as file:
+            return json.loads((file.metadata() or {}).get("heedful", "null"))
+    except (SafetensorError, ValueError, RecursionError) as error:
+        raise FileFormatError(f"{path} has metadata that cannot be read: {error}.") from error
+
+
 def _read(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
     if not path.is_file():
         raise FileNotFoundError(f"{path} does not exist. Give what save_compressed wrote, a file or a folder.")
     source = open_checkpoint(path)
-    try:
-        with safe_open(path, framework="pt") as file:
-            meta = json.loads((file.metadata() or {}).get("heedful", "null"))
-    except (SafetensorError, ValueError, RecursionError) as error:
-        raise FileFormatError(f"{path} has metadata that cannot be read: {error}.") from error
+    meta = read_metadata(path)
     if not isinstance(meta, dict) or meta.get("class") != "diagonals" or meta.get("format") != _FORMAT:
         raise FileFormatError(
             f"{path} holds no diagonals that this heedful reads. Give a file that save_compressed wrote; plain weights are "

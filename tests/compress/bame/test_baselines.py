@@ -118,6 +118,21 @@ def test_sr_ste_equals_its_published_form():
     assert driver.stats().adaptations == 25
 
 
+def test_sr_stes_decay_is_scaled_as_the_gradients_of_a_fused_optimizer_are():
+    model = mlp()
+    optimizer = sgd(model)
+    driver = SRSTE(model, optimizer, 2, 4, total_steps=5, decay=0.02)
+    weight = driver.weights()["2"]
+    pull = 0.02 * weight.detach() * ~driver.masks()["2"]
+    for weights in driver.weights().values():
+        weights.grad = torch.zeros_like(weights)
+    optimizer.grad_scale = torch.tensor(8.0)
+    with torch.no_grad():
+        driver._before_step()
+    assert pull.any()
+    torch.testing.assert_close(weight.grad, 8 * pull)
+
+
 # N:M RigL.
 
 

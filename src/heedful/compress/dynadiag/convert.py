@@ -239,7 +239,7 @@ def _load_diagonals(model: nn.Module, tensors: Mapping[str, Tensor], meta: Mappi
     """
     modules = dict(model.named_modules(remove_duplicate=False))
     layers = {}
-    for name, description in _described_layers(meta).items():
+    for name, description in described_layers(meta).items():
         if not isinstance(modules.get(name), (*linear_kinds(), DiagonalLinear)):
             raise FileFormatError(f"The file has a diagonal layer {name!r}; in this model that is no linear layer.")
         own = {key.removeprefix(f"{name}."): t for key, t in tensors.items() if key.startswith(f"{name}.")}
@@ -259,7 +259,8 @@ def _load_diagonals(model: nn.Module, tensors: Mapping[str, Tensor], meta: Mappi
     return model
 
 
-def _described_layers(meta: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+def described_layers(meta: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """The diagonal layers that the metadata of a file describe, by name."""
     layers = meta.get("layers")
     described = isinstance(layers, dict) and all(isinstance(layer, dict) for layer in layers.values())
     if not described or not layers:
