@@ -1,3 +1,4 @@
+import dataclasses
 import socket
 import subprocess
 import sys
@@ -93,3 +94,21 @@ def test_a_copy_that_was_interrupted_is_made_again(result, tmp_path, monkeypatch
 
 def interrupt(*args, **kwargs):
     raise KeyboardInterrupt
+
+
+@pytest.mark.filterwarnings("ignore")  # MLflow's own dependencies warn
+def test_names_and_steps_that_mlflow_does_not_take_are_made_such_that_it_does(result, tmp_path):
+    odd = {"error by block, %": [(0.0, 1.0), (1.0, 2.0)], "interval against eta": [(0.1, 1.0, 3.0), (0.2, 2.0, 4.0)]}
+    trials = tuple(dataclasses.replace(trial, curves=odd) for trial in result.trials[:1])
+    uri = f"sqlite:///{tmp_path / 'odd.db'}"
+    assert copy_to_mlflow(dataclasses.replace(result, trials=trials, tuning=()), uri) == 1
+    client = mlflow.MlflowClient(tracking_uri=uri)
+    experiment = client.get_experiment_by_name(f"heedful/{result.study.slug}")
+    (run,) = client.search_runs([experiment.experiment_id])
+
+    def history(key):
+        return [(point.step, point.value) for point in client.get_metric_history(run.info.run_id, key)]
+
+    assert history("curve/error by block_ _") == [(0, 1.0), (1, 2.0)]
+    assert history("curve/interval against eta/0") == [(0, 1.0), (1, 2.0)]
+    assert history("curve/interval against eta/1") == [(0, 3.0), (1, 4.0)]

@@ -394,6 +394,21 @@ def test_curve_points_that_are_not_finite_are_left_out():
     assert len(plot.mean_lines["tsam"].split()) == 4  # two points
 
 
+def test_a_curve_against_something_says_so_and_may_have_several_lines():
+    name = "interval against eta"
+    result = make_result(
+        small_study(seeds=2),
+        lambda *_: {"accuracy": 90.0, "curvature": 1.0},
+        curve=lambda task, arm, seed: {name: [(0.1, 1.0 + seed, 3.0 + seed), (100.0, 2.0 + seed, 2.5 + seed)]},
+    )
+    plot = _figures.curve(name, [t for t in result.trials if t.task == "digits"], ["tsam"], limit=200)
+    assert plot.x_label == "eta"
+    assert plot.x.log
+    assert plot.mean_lines["tsam"].count("M") == 2
+    assert plot.seed_lines["tsam"].count("M") == 4
+    assert plot.description == "interval against eta; the means end at tsam 2.5 to 3."
+
+
 # ---- the console
 
 

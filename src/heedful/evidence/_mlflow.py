@@ -1,6 +1,6 @@
 """A copy of finished trials for an MLflow tracking server, written by the parent process."""
 
-from collections.abc import Sequence
+import re
 from urllib.parse import urlparse
 
 from heedful.errors import MissingExtraError, ParameterError
@@ -58,13 +58,20 @@ def _copy(client, experiment_id: str, record: TrialRecord) -> None:
     tags = {"task": record.task, "arm": record.arm, "split": record.split, "code": record.code, "reason": record.reason}
     run = client.create_run(experiment_id, run_name=record.key)
     values = {**record.metrics, **{f"cost/{name}": value for name, value in record.costs.items()}}
-    points: Sequence[Metric] = [Metric(key, value, 0, 0) for key, value in values.items()]
-    points = [
-        *points,
-        *(Metric(f"curve/{key}", y, 0, int(x)) for key, curve in record.curves.items() for x, y in curve),
-    ]
+    points = [Metric(_allowed(key), value, 0, 0) for key, value in values.items()]
+    for name, curve in record.curves.items():
+        key = f"curve/{name}"
+        whole = all(point[0].is_integer() for point in curve)
+        for i, (x, *ys) in enumerate(curve):
+            step = int(x) if whole else i
+            points += [Metric(_allowed(f"{key}/{j}" if len(ys) > 1 else key), y, 0, step) for j, y in enumerate(ys)]
     params = [Param(key, str(value)) for key, value in {**record.settings, "seed": record.seed}.items()]
     client.log_batch(run.info.run_id, params=params, tags=[RunTag(key, value[:5000]) for key, value in tags.items()])
     for start in range(0, len(points), 1000):  # MLflow takes at most 1000 metrics at a time.
         client.log_batch(run.info.run_id, metrics=points[start : start + 1000])
     client.set_terminated(run.info.run_id, status="FINISHED" if record.status == "done" else "FAILED")
+
+
+def _allowed(name: str) -> str:
+    """``name`` with what MLflow does not take in the name of a metric replaced."""
+    return re.sub(r"[^\w.\- /]", "_", name)

@@ -30,7 +30,7 @@ class TrialRecord(Report):
     log: str = ""
     metrics: Mapping[str, float] = dataclasses.field(default_factory=dict)
     costs: Mapping[str, float] = dataclasses.field(default_factory=dict)
-    curves: Mapping[str, Sequence[tuple[float, float]]] = dataclasses.field(default_factory=dict)
+    curves: Mapping[str, Sequence[tuple[float, ...]]] = dataclasses.field(default_factory=dict)
     threads: int = 1
     code: str = ""
     started: str = ""

@@ -186,7 +186,7 @@ class Store:
         if row is None or not self._counts(row):
             return None
         loaded = {name: json.loads(row[name]) for name in ("settings", "metrics", "costs", "curves", "machine")}
-        loaded["curves"] = {name: [(x, y) for x, y in points] for name, points in loaded["curves"].items()}
+        loaded["curves"] = {name: [tuple(point) for point in points] for name, points in loaded["curves"].items()}
         plain = (
             "key",
             "study",

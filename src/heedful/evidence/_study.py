@@ -149,13 +149,15 @@ class Outcome:
         On the test split every metric of the study; on validation at least the one that settings are chosen by.
     costs : mapping of str to float
         What was spent, by the study's own names (``gradients``, ``tokens``); seconds and memory are measured for you.
-    curves : mapping of str to sequence of (x, y)
-        Anything worth drawing against progress, e.g. ``{"training loss": [(step, loss), …]}``.
+    curves : mapping of str to sequence of (x, y) or (x, y, …)
+        Anything worth drawing against progress, e.g. ``{"training loss": [(step, loss), …]}``, or against something else,
+        which the name then says: ``{"interval against eta": [(eta, lower, upper), …]}``. Several values of y make
+        several lines of one drawing.
     """
 
     metrics: Mapping[str, float]
     costs: Mapping[str, float] = dataclasses.field(default_factory=dict)
-    curves: Mapping[str, Sequence[tuple[float, float]]] = dataclasses.field(default_factory=dict)
+    curves: Mapping[str, Sequence[tuple[float, ...]]] = dataclasses.field(default_factory=dict)
 
 
 class TrialFunction(Protocol):

@@ -108,7 +108,7 @@ def _execute(study: Study, trial: Trial, budget: Budget) -> Result:
         "done",
         metrics={name: float(value) for name, value in outcome.metrics.items()},
         costs={**{k: float(v) for k, v in outcome.costs.items()}, "seconds": seconds, "peak_mib": peak.mib},
-        curves={name: [(float(x), float(y)) for x, y in points] for name, points in outcome.curves.items()},
+        curves={name: [tuple(map(float, point)) for point in points] for name, points in outcome.curves.items()},
     )
 
 

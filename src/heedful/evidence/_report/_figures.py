@@ -221,16 +221,19 @@ def curve(name: str, trials: Sequence[TrialRecord], arms: Iterable[str], *, limi
     if not lines:
         return None
     flat = np.concatenate([points for seeds in lines.values() for points in seeds])
-    x, y = Axis.over(flat[:, 0]), Axis.over(flat[:, 1], log=True)
+    x_label = name.partition(" against ")[2]
+    x = Axis.over(flat[:, 0], log=bool(x_label))
+    y = Axis.over(flat[:, 1:].ravel(), log=True)
     means = {arm: _mean_line(seeds, limit) for arm, seeds in lines.items()}
-    words = ", ".join(f"{arm} {number(float(points[-1, 1]))}" for arm, points in means.items())
+    ends = {arm: " to ".join(number(y) for y in points[-1, 1:].tolist()) for arm, points in means.items()}
+    words = ", ".join(f"{arm} {end}" for arm, end in ends.items())
     return Plot(
         title=name,
-        x_label="progress",
+        x_label=x_label or "progress",
         x=x,
         y=y,
         means={arm: _place(points[-1].tolist(), x, y) for arm, points in means.items()},
-        description=f"{name} against progress; the means end at {words}.",
+        description=f"{name}{'' if x_label else ' against progress'}; the means end at {words}.",
         seed_lines={arm: "".join(_path(points, x, y) for points in seeds) for arm, seeds in lines.items()},
         mean_lines={arm: _path(points, x, y) for arm, points in means.items()},
     )
@@ -250,9 +253,12 @@ def _mean_line(seeds: Sequence[np.ndarray], limit: int) -> np.ndarray:
     grid = grid[(grid >= low) & (grid <= high)]
     if not len(grid):  # Seeds that share no stretch have no mean; the first stands for the arm.
         return seeds[0]
-    mean = np.mean([np.interp(grid, points[:, 0], points[:, 1]) for points in seeds], axis=0)
-    return _thin(np.column_stack([grid, mean]), limit)
+    lines = [[np.interp(grid, points[:, 0], y) for y in points[:, 1:].T] for points in seeds]
+    return _thin(np.column_stack([grid, *np.mean(lines, axis=0)]), limit)
 
 
 def _path(points: np.ndarray, x: Axis, y: Axis) -> str:
-    return "M" + " ".join(f"{10 * x.at(a):.0f} {1000 - 10 * y.at(b):.0f}" for a, b in points.tolist())
+    return "".join(
+        "M" + " ".join(f"{10 * x.at(a):.0f} {1000 - 10 * y.at(b):.0f}" for a, b in zip(points[:, 0], line, strict=True))
+        for line in points[:, 1:].T
+    )
