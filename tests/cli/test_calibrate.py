@@ -61,6 +61,15 @@ def test_fit_and_apply_do_what_python_does(problem, table, tmp_path, suffix):
     assert heedful.load(model).classes_.tolist() == CLASSES.tolist()
 
 
+def test_other_columns_of_a_csv_come_out_as_they_stand(table, tmp_path):
+    model, _ = fit(table)
+    frame = pd.read_csv(table).head(2).assign(user=["007", "NA"])
+    new, out = tmp_path / "new.csv", tmp_path / "out.csv"
+    frame.to_csv(new, index=False)
+    run("apply", new, "--model", model, "-o", out)
+    assert [line.rsplit(",", 1)[1] for line in out.read_text().splitlines()] == ["user", "007", "NA"]
+
+
 @pytest.mark.parametrize("method", ["scir", "fir", "ovr", "temperature", "vector", "dirichlet"])
 def test_every_method_can_be_named(table, method):
     model, done = fit(table, "--method", method, "--json")

@@ -40,6 +40,21 @@ def test_a_mapping_grid_is_all_combinations_and_a_list_grid_is_its_points():
         ),
         ({"claims": [Claim("shifted", beats="plain", on="score", tasks=["tiny"])]}, r"speaks of \['tiny'\]"),
         ({"budgets": {"quick": Budget(seeds=1, tasks=["tiny"])}}, r"budget 'quick' names tasks \['tiny'\]"),
+        (
+            {"metrics": [*toys.SCORE, Metric("error", better="lower", tasks=["tiny"])]},
+            r"'error' names tasks \['tiny'\]",
+        ),
+        (
+            {"metrics": [*toys.SCORE, Metric("error", better="lower", tasks=["small"])], "tune_on": "error"},
+            "tune_on='error' must be a metric of all tasks",
+        ),
+        (
+            {
+                "metrics": [*toys.SCORE, Metric("error", better="lower", tasks=["small"])],
+                "claims": [Claim("shifted", beats="plain", on="error")],
+            },
+            r"'shifted beats plain on error' speaks of tasks \['large'\] without error",
+        ),
     ],
 )
 def test_a_wrongly_declared_study_is_refused_when_it_is_made(changes, message):
@@ -88,6 +103,14 @@ def test_with_task_moves_claims_and_budgets_to_the_new_task():
     assert moved.claims == (Claim("shifted", beats="plain", on="score"),)
     assert moved.budgets["quick"].tasks is None
     assert moved.budgets["quick"].steps == 7
+
+
+def test_with_task_leaves_metrics_of_other_tasks_behind_and_the_claims_on_them():
+    error = Metric("error", better="lower", tasks=["small"])
+    claims = [Claim("shifted", beats="plain", on=name, tasks=["small"]) for name in ("error", "score")]
+    moved = toys.study(metrics=[*toys.SCORE, error], claims=claims).with_task("mine", toys.study().tasks["small"])
+    assert error not in moved.metrics
+    assert moved.claims == (Claim("shifted", beats="plain", on="score"),)
 
 
 @pytest.mark.parametrize(

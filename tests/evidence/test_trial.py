@@ -8,7 +8,7 @@ import torch
 from rich.text import Text
 
 from heedful.errors import InputError
-from heedful.evidence import Arm, Budget
+from heedful.evidence import Arm, Budget, Metric
 from heedful.evidence._trial import Trial, code_version, execute, fixed_threads, tail
 from tests.evidence import toys
 
@@ -109,7 +109,10 @@ def unchecked(**wrong):
     [
         ({"score": 1.0}, "arm 'only' returned a dict; it must return an Outcome"),
         (toys.Outcome({"score": 1.0}), "the outcome lacks spent"),
-        (toys.Outcome({"score": 1.0, "spent": 1.0, "speed": 2.0}), "metrics that the study does not declare: speed"),
+        (
+            toys.Outcome({"score": 1.0, "spent": 1.0, "speed": 2.0}),
+            "metrics that the study does not declare of this task: speed",
+        ),
         (toys.Outcome({"score": float("inf"), "spent": 1.0}), "score is inf"),
         (unchecked(metrics={"score": "high", "spent": 1.0}), "TypeError: must be real number, not str"),
         (unchecked(costs={"steps": "few"}), "ValueError: could not convert string to float"),
@@ -127,6 +130,21 @@ def test_a_validation_trial_needs_only_the_metric_that_settings_are_chosen_by():
     study = toys.one_arm(lambda task, **_: toys.Outcome({"score": 1.0}))
     trial = dataclasses.replace(TRIAL, arm="only", settings={}, split="validation")
     assert execute(study, trial, Budget(seeds=1)).status == "done"
+
+
+def test_a_metric_of_other_tasks_is_neither_needed_nor_wanted():
+    error = Metric("error", better="lower", tasks=["large"])
+    trial = dataclasses.replace(TRIAL, arm="only", settings={})
+
+    def run(outcome):
+        arms = {"only": Arm(lambda task, **_: outcome, untuned="nothing to tune")}
+        study = toys.study(arms=arms, metrics=[*toys.SCORE, error], claims=[])
+        return [execute(study, dataclasses.replace(trial, task=task), Budget(seeds=1)).reason for task in study.tasks]
+
+    small, large = run(toys.Outcome({"score": 1.0, "spent": 1.0}))
+    assert (small, large) == ("", "the outcome lacks error")
+    small, large = run(toys.Outcome({"score": 1.0, "spent": 1.0, "error": 0.5}))
+    assert (small, large) == ("the outcome has metrics that the study does not declare of this task: error", "")
 
 
 def test_of_long_output_the_end_is_kept_without_terminal_colours():

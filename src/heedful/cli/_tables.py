@@ -17,10 +17,10 @@ if TYPE_CHECKING:
 SUFFIXES = (".csv", ".parquet", ".npz")
 
 
-def read_table(path: Path, *, label: str | None = None) -> pd.DataFrame:
+def read_table(path: Path, *, text: Sequence[str] = ()) -> pd.DataFrame:
     """The table in ``path``. In an npz, vectors are columns, and a matrix ``p`` of shape (n, K) is p_0, p_1, ….
 
-    Of a CSV the column ``label`` stays text as it stands there: NA and 01 are names of classes.
+    Of a CSV the columns ``text`` stay text as they stand there: NA and 01 are names.
 
     Raises
     ------
@@ -30,12 +30,12 @@ def read_table(path: Path, *, label: str | None = None) -> pd.DataFrame:
     import numpy as np
     import pandas as pd
 
-    suffix = _checked_suffix(path)
+    suffix = check_suffix(path)
     if not path.is_file():
         raise FileNotFoundError(f"{path} does not exist or is not a file.")
     try:
         if suffix == ".csv":
-            return pd.read_csv(path, converters={} if label is None else {label: str})
+            return pd.read_csv(path, converters=dict.fromkeys(text, str))
         if suffix == ".parquet":
             return pd.read_parquet(path)
         with path.open("rb") as file, np.load(file, allow_pickle=False) as arrays:
@@ -48,7 +48,7 @@ def write_table(frame: pd.DataFrame, path: Path, *, overwrite: bool) -> None:
     """Write ``frame``, without its index, atomically; in an npz every column is a vector."""
     from heedful._files import write_atomic
 
-    suffix = _checked_suffix(path)
+    suffix = check_suffix(path)
     with write_atomic(path, overwrite=overwrite) as temporary:
         if suffix == ".csv":
             frame.to_csv(temporary, index=False)
@@ -142,7 +142,8 @@ def _plain(column: np.ndarray) -> np.ndarray:
     return column.astype(str) if column.dtype.kind == "O" else column  # objects would be pickled
 
 
-def _checked_suffix(path: Path) -> str:
+def check_suffix(path: Path) -> str:
+    """The suffix of ``path``, which must be one that tables have; an ``InputError`` lists them."""
     suffix = path.suffix.lower()
     if suffix not in SUFFIXES:
         raise InputError(

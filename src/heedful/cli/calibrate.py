@@ -51,7 +51,7 @@ def fit(
     name = method.replace("-", "_")
     require_choice(name, "--method", tuple(METHODS))
     refuse_existing(save, overwrite=overwrite)
-    P, classes, codes = split_probabilities(read_table(probs, label=label), label=label, prefix=prefix, path=probs)
+    P, classes, codes = split_probabilities(read_table(probs, text=(label,)), label=label, prefix=prefix, path=probs)
     calibrator = METHODS[name](input=holds).fit(P, [classes[code] for code in codes], classes=classes)
     calibrator.save(save)
     result = {
@@ -93,7 +93,8 @@ def apply(
     if not hasattr(calibrator, "feature_names_in_"):
         raise InputError(f"{model} does not know the names of its columns. Fit it with: heedful calibrate fit")
     names = calibrator.feature_names_in_.tolist()
-    frame = read_table(new)
+    others = [str(name) for name in read_table(new) if name not in names]
+    frame = read_table(new, text=others)  # other columns come out as they stand
     calibrated = calibrator.predict_proba(take_columns(frame, names, path=new))
     write_table(frame.assign(**dict(zip(names, calibrated.T, strict=True))), out, overwrite=overwrite)
     if as_json:
@@ -111,7 +112,7 @@ def report(probs: Probs, label: Label, prefix: Prefix = None, holds: Holds = "pr
     from heedful._validation import as_probabilities
     from heedful.cli._tables import read_table, split_probabilities
 
-    frame, _, codes = split_probabilities(read_table(probs, label=label), label=label, prefix=prefix, path=probs)
+    frame, _, codes = split_probabilities(read_table(probs, text=(label,)), label=label, prefix=prefix, path=probs)
     result = _quality(codes, as_probabilities(frame.to_numpy(), str(probs), input=holds))
     if as_json:
         print(json.dumps(result, indent=2))

@@ -30,6 +30,8 @@ class Metric:
         The direction of improvement.
     timing : bool
         A measured time. A study with a claim about one runs alone on the machine: one trial at a time, arms interleaved.
+    tasks : sequence of str, optional
+        The tasks that have it, such as those whose truth is known; default all.
     """
 
     name: str
@@ -37,6 +39,11 @@ class Metric:
     _: dataclasses.KW_ONLY
     better: Literal["higher", "lower"]
     timing: bool = False
+    tasks: Sequence[str] | None = None
+
+    def __post_init__(self):
+        if self.tasks is not None:
+            object.__setattr__(self, "tasks", tuple(self.tasks))
 
     @property
     def sign(self) -> int:
@@ -288,6 +295,13 @@ class Study:
             raise InputError(f"{where}: two metrics share a name.")
         if self.tune_on not in names:
             raise InputError(f"{where}: tune_on={self.tune_on!r} is not one of its metrics {sorted(names)}.")
+        for metric in self.metrics:
+            if unknown := set(metric.tasks or ()) - set(self.tasks):
+                raise InputError(
+                    f"{where}: metric {metric.name!r} names tasks {sorted(unknown)} that it does not have."
+                )
+        if self.metric(self.tune_on).tasks is not None:
+            raise InputError(f"{where}: tune_on={self.tune_on!r} must be a metric of all tasks.")
         for budget_name, budget in self.budgets.items():
             if unknown := set(budget.tasks or ()) - set(self.tasks):
                 raise InputError(
@@ -303,10 +317,16 @@ class Study:
                 raise InputError(
                     f"{where}: the claim '{claim}' speaks of {sorted(unknown)}, which the study does not have."
                 )
+            if without := set(claim.tasks or self.tasks) - set(self.metric(claim.on).tasks or self.tasks):
+                raise InputError(f"{where}: the claim '{claim}' speaks of tasks {sorted(without)} without {claim.on}.")
 
     def metric(self, name: str) -> Metric:
         """The metric called ``name``."""
         return next(metric for metric in self.metrics if metric.name == name)
+
+    def metrics_of(self, task: str) -> list[str]:
+        """Names of the metrics that ``task`` has."""
+        return [metric.name for metric in self.metrics if metric.tasks is None or task in metric.tasks]
 
     @property
     def timed(self) -> bool:
@@ -314,10 +334,14 @@ class Study:
         return any(self.metric(claim.on).timing for claim in self.claims)
 
     def with_task(self, name: str, task: Task) -> "Study":
-        """This study on ``task`` alone; its claims then speak of that task."""
-        claims = [dataclasses.replace(claim, tasks=None, pairs="seeds") for claim in self.claims]
+        """This study on ``task`` alone, by the metrics that all tasks have; its claims on them then speak of that task."""
+        metrics = [metric for metric in self.metrics if metric.tasks is None]
+        kept = [claim for claim in self.claims if self.metric(claim.on).tasks is None]
+        claims = [dataclasses.replace(claim, tasks=None, pairs="seeds") for claim in kept]
         budgets = {key: budget.without_tasks() for key, budget in self.budgets.items()}
-        return dataclasses.replace(self, tasks={name: task}, claims=list(dict.fromkeys(claims)), budgets=budgets)
+        return dataclasses.replace(
+            self, tasks={name: task}, metrics=metrics, claims=list(dict.fromkeys(claims)), budgets=budgets
+        )
 
     def build_task(self, name: str, *, split: Split, seed: int) -> Any:
         """The task object for one trial, checked against the study's protocol.

@@ -118,11 +118,12 @@ def _problem(study: Study, trial: Trial, outcome: Any) -> str:
         return (
             f"arm {trial.arm!r} returned a {type(outcome).__name__}; it must return an Outcome(metrics=..., costs=...)"
         )
-    needed = [study.tune_on] if trial.split == "validation" else [metric.name for metric in study.metrics]
+    own = study.metrics_of(trial.task)
+    needed = [study.tune_on] if trial.split == "validation" else own
     if missing := [name for name in needed if name not in outcome.metrics]:
         return f"the outcome lacks {', '.join(missing)}"
-    if unknown := set(outcome.metrics) - {metric.name for metric in study.metrics}:
-        return f"the outcome has metrics that the study does not declare: {', '.join(sorted(unknown))}"
+    if unknown := set(outcome.metrics) - set(own):
+        return f"the outcome has metrics that the study does not declare of this task: {', '.join(sorted(unknown))}"
     for name, value in outcome.metrics.items():
         if not math.isfinite(value):
             return f"{name} is {float(value)}"
@@ -236,7 +237,9 @@ def code_version(study: Study) -> str:
         digest.update(path.name.encode() + b"\0" + path.read_bytes())
     versions = {name: metadata.version(name) for name in ("torch", "numpy", "scipy", "scikit-learn")}
     digest.update(json.dumps([platform.python_version(), versions], sort_keys=True).encode())
-    digest.update(json.dumps([study.tune_on, [metric.name for metric in study.metrics]]).encode())
+    digest.update(
+        json.dumps([study.tune_on, [[m.name, *m.tasks] if m.tasks else m.name for m in study.metrics]]).encode()
+    )
     if study.timed:
         digest.update(json.dumps(fingerprint(), sort_keys=True).encode())
     return f"{heedful.__version__}+{digest.hexdigest()[:12]}"
