@@ -17,6 +17,7 @@ __all__ = [
     "Event",
     "__version__",
     "calibrate",
+    "causal",
     "compress",
     "data",
     "errors",
@@ -25,6 +26,8 @@ __all__ = [
     "merge",
     "optim",
     "progress",
+    "timeseries",
+    "unlearn",
 ]
 
 _HOME = {"Event": "_results", "progress": "_results", "load": "_files"}

@@ -50,7 +50,7 @@ def test_list_and_show_tell_of_every_method(run):
 
 def test_unknown_names_are_answered_with_the_known_ones(run):
     assert "there are tsam, isotonic" in str(run("show", "sam", error=InputError).exception)
-    assert "there are calibrate, compress, merge, optim" in str(
+    assert "there are calibrate, causal, compress, merge, optim, timeseries, unlearn" in str(
         run("list", "--room", "kitchen", error=InputError).exception
     )
     assert "There is no method 'x'" in str(run("study", "x", error=InputError).exception)

@@ -13,7 +13,18 @@ from safetensors.numpy import load_file, save_file
 
 from heedful import data
 from heedful._files import load_arrays
-from heedful.data import Addresses, PretrainedModel, RatedTexts, Table, Texts, TokenEmbeddings, Views, Weights
+from heedful.data import (
+    Addresses,
+    PotentialOutcomes,
+    PretrainedModel,
+    RandomizedTrial,
+    RatedTexts,
+    Table,
+    Texts,
+    TokenEmbeddings,
+    Views,
+    Weights,
+)
 from heedful.data._cache import _from_arrays, cached_path, content_checksum, fill_cache, to_arrays
 from heedful.data._forms import MODEL_FILES
 from heedful.errors import DataUnavailableError
@@ -38,10 +49,12 @@ def forms(folder: Path) -> list:
         Views({"one": np.ones((3, 2)), "two": np.zeros((3, 5))}, y),
         TokenEmbeddings(np.ones((4, 2), np.float32), tokenizer),
         Weights({"a.weight": np.ones((2, 3), np.float32), "a.steps": np.array(7)}),
+        RandomizedTrial(np.full((3, 1), np.nan), y == 1, np.zeros(3), ("age",)),
+        PotentialOutcomes(np.eye(3), *np.arange(24.0).reshape(4, 2, 3), np.ones((2, 3), bool), ("f", "g", "h")),
     ]
 
 
-@pytest.mark.parametrize("kind", range(8))
+@pytest.mark.parametrize("kind", range(10))
 def test_every_form_survives_the_way_to_arrays_and_back(kind, tmp_path):
     form = forms(tmp_path)[kind]
     row = toys.dataset()

@@ -1,3 +1,4 @@
+import dataclasses
 import json
 import pickle
 from fractions import Fraction
@@ -9,6 +10,8 @@ from PIL import Image
 from safetensors.numpy import save_file
 
 from heedful.data import _loaders
+from heedful.data._cache import content_checksum, fill_cache, read_cached, to_arrays
+from heedful.data._registry import datasets
 from heedful.errors import FileFormatError
 from tests.data.toys import tarball
 
@@ -150,3 +153,112 @@ def test_a_state_dict_that_needs_code_is_refused(tmp_path):
     torch.save({"weight": Fraction(1, 2)}, tmp_path / "efficientnet-lite0-57934424.pth")
     with pytest.raises(pickle.UnpicklingError, match="Weights only load failed"):
         _loaders.efficientnet_lite0(tmp_path)
+
+
+def ts_files(folder, name, train, test):
+    (folder / name).mkdir()
+    for part, lines in (("TRAIN", train), ("TEST", test)):
+        text = "\n".join([f"# {name}: first\n@problemName {name}", "@classLabel true b a", "@data", *lines, ""])
+        (folder / name / f"{name}_{part}.ts").write_text(text)
+
+
+def test_ts_files_become_sets_whose_short_cases_end_in_nan(tmp_path):
+    for name in _loaders.UCR:
+        ts_files(tmp_path, name, ["1,2.5,-3e-1:4,5,6:b", "7,8:9,0:a"], ["1,1,1,1:2,2,2,2:a"])
+    sets = _loaders.ucr(tmp_path)
+    assert sets.names == _loaders.UCR
+    np.testing.assert_array_equal(sets.x_train["GunPoint"][1], [[7, 8, np.nan], [9, 0, np.nan]])
+    one = sets["GunPoint"]
+    assert one.class_names == ("a", "b")
+    assert (one.y_train.tolist(), one.y_test.tolist()) == ([1, 0], [0])
+    np.testing.assert_array_equal(one.x_train[0], [[1, 2.5, -0.3], [4, 5, 6]])
+    np.testing.assert_array_equal(one.x_train[1], [[7, 8], [9, 0]])
+    assert one.x_test.shape == (1, 2, 4)
+    with pytest.raises(KeyError, match="there is no set 'Gunpoint'; there are ACSF1, ArrowHead, "):
+        sets["Gunpoint"]
+
+
+def test_series_sets_come_back_from_the_cache_as_they_were(tmp_path):
+    for name in _loaders.UCR:
+        ts_files(tmp_path, name, ["1,2.5,3:b", "7,8:a"], ["1,1,1,1:a"])
+    sets = _loaders.ucr(tmp_path)
+    row = dataclasses.replace(datasets["ucr"], checksum=content_checksum(to_arrays(sets)))
+    fill_cache(row, tmp_path / "cache", lambda work: sets)
+    back = read_cached(row, tmp_path / "cache")
+    for before, after in zip(sets["OSULeaf"], back["OSULeaf"], strict=True):
+        for a, b in zip(before, after, strict=True):
+            np.testing.assert_array_equal(a, b)
+
+
+def test_tables_of_series_have_their_class_first(tmp_path):
+    for name in ("Coffee", "PigCVP"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / f"{name}_TRAIN.txt").write_text("  1.0e+01  0.5  1.5  2.5\n  2.0e+00  3.5  4.5  5.5\n")
+        (tmp_path / name / f"{name}_TEST.txt").write_text("  2.0e+00  6.5  7.5  8.5\n  1.0e+01  0.0  0.0  1.0\n")
+    coffee = _loaders.ucr_coffee_pigcvp(tmp_path)["Coffee"]
+    np.testing.assert_array_equal(coffee.x_train, [[[0.5, 1.5, 2.5]], [[3.5, 4.5, 5.5]]])
+    assert coffee.class_names == ("2", "10")
+    assert coffee.y_train.tolist() == [1, 0]
+
+
+def test_arrays_with_the_channel_last_are_turned(tmp_path):
+    X = np.arange(12.0).reshape(2, 6, 1)
+    np.savez(tmp_path / "Trace.npz", X_train=X, X_test=-X, y_train=np.array([4, 1]), y_test=np.array([1, 4]))
+    trace = _loaders.ucr_trace(tmp_path)["Trace"]
+    np.testing.assert_array_equal(trace.x_train, X.transpose(0, 2, 1))
+    assert trace.y_train.tolist() == [1, 0]
+
+
+def test_arrays_that_need_unpickling_are_refused(tmp_path):
+    np.savez(tmp_path / "Trace.npz", X_train=np.array([object()]))
+    with pytest.raises(ValueError, match="allow_pickle=False"):
+        _loaders.ucr_trace(tmp_path)
+
+
+def table(monkeypatch, **columns):
+    """The next pickle of a table has these columns."""
+    monkeypatch.setattr(_loaders, "numeric_columns", lambda file: {k: np.array(v, float) for k, v in columns.items()})
+
+
+def test_people_without_a_test_are_left_out_of_the_trial_of_incentives(tmp_path, monkeypatch):
+    rows = {"distvct": [1, 2, 3, 4], "age": [30, 40, np.nan, 60], "hiv2004": [0, np.nan, 1, 0]}
+    table(monkeypatch, got=[1, np.nan, 0, 1], any=[1, 0, 0, np.nan], **rows)
+    trial = _loaders.thornton_hiv(tmp_path)
+    assert trial.y.tolist() == [1, 0]
+    assert trial.treatment.tolist() == [True, False]
+    assert trial.feature_names == ("age", "distvct", "hiv2004")
+    np.testing.assert_array_equal(trial.X, [[30, 1, 0], [np.nan, 3, 1]])
+
+
+def test_the_first_year_of_each_person_counts_in_the_trial_of_insurance(tmp_path, monkeypatch):
+    covariates = (
+        "xage",
+        "female",
+        "black",
+        "educdec",
+        "linc",
+        "num",
+        "mhi",
+        "disea",
+        "physlm",
+        "hlthg",
+        "hlthf",
+        "hlthp",
+    )
+    rows = {name: [k, 100 + k, k] for k, name in enumerate(covariates)}
+    table(monkeypatch, year=[1, 2, 1], coins=[0, 0, 25], mdvis=[5, 6, 7], **rows)
+    trial = _loaders.rand_hie(tmp_path)
+    assert (trial.y.tolist(), trial.treatment.tolist()) == ([5, 7], [True, False])
+    np.testing.assert_array_equal(trial.X, [range(12), range(12)])
+
+
+def test_categories_become_a_column_a_level_beside_ten_simulations(tmp_path):
+    (tmp_path / "x.csv").write_text('"x_1","x_2","x_3"\n29,"C",1.5\n27,"A",2\n')
+    for i in range(1, 11):
+        (tmp_path / f"zymu_{i}.csv").write_text(f'"z","y0","y1","mu0","mu1"\n0,{i},1,2,3\n1,4,5,6,7\n')
+    births = _loaders.acic2016(tmp_path)
+    assert births.feature_names == ("x_1", "x_3", "x_2=A", "x_2=C")
+    np.testing.assert_array_equal(births.X, [[29, 1.5, 0, 1], [27, 2, 1, 0]])
+    np.testing.assert_array_equal(births.y0, [[i, 4] for i in range(1, 11)])
+    np.testing.assert_array_equal(births.mu1, [[3, 7]] * 10)
+    assert births.treatment.tolist() == [[False, True]] * 10

@@ -23,6 +23,20 @@ TEST = {
     "cifar10": [1000] * 10,
 }
 MEANS = {"mnist": 0.1307, "fashion_mnist": 0.2860, "cifar10": [0.4914, 0.4822, 0.4465]}
+# Cases to train and to test on, channels, time points (shortest, longest), classes: as the archives list them.
+SERIES = {
+    "ACSF1": (100, 100, 1, (1460, 1460), 10),
+    "ArrowHead": (36, 175, 1, (251, 251), 3),
+    "BasicMotions": (40, 40, 6, (100, 100), 4),
+    "GunPoint": (50, 150, 1, (150, 150), 2),
+    "ItalyPowerDemand": (67, 1029, 1, (24, 24), 2),
+    "JapaneseVowels": (270, 370, 12, (7, 29), 9),
+    "OSULeaf": (200, 242, 1, (427, 427), 6),
+    "Coffee": (28, 28, 1, (286, 286), 2),
+    "PigCVP": (104, 208, 1, (2000, 2000), 52),
+    "Trace": (100, 100, 1, (275, 275), 4),
+}
+UCR = ("ucr", "ucr_coffee_pigcvp", "ucr_trace")
 TEXTS = {
     "brown": [44, 27, 17, 17, 36, 48, 75, 30, 80, 29, 24, 6, 29, 29, 9],
     "bbc_news": [510, 386, 417, 511, 401],
@@ -127,6 +141,67 @@ def test_mfeat_has_six_views_of_two_hundred_digits_a_class():
     assert widths == {name: (2000, d) for name, d in zip(widths, (216, 76, 64, 6, 240, 47), strict=True)}
     assert list(widths) == ["fac", "fou", "kar", "mor", "pix", "zer"]
     assert digits.y.tolist() == np.repeat(np.arange(10), 200).tolist()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", UCR)
+def test_series_have_the_published_sizes_and_every_class_on_both_sides(name):
+    sets = load(name)
+    for part in sets.names:
+        one = sets[part]
+        n_train, n_test, channels, lengths, n_classes = SERIES[part]
+        assert (len(one.x_train), len(one.x_test)) == (n_train, n_test)
+        cases = [*one.x_train, *one.x_test]
+        assert {len(case) for case in cases} == {channels}
+        found = [case.shape[1] for case in cases]
+        assert (min(found), max(found)) == lengths
+        assert all(np.isfinite(case).all() for case in cases)
+        assert len(one.class_names) == n_classes
+        for y in (one.y_train, one.y_test):
+            assert np.unique(y).tolist() == list(range(n_classes))
+
+
+@pytest.mark.slow
+def test_series_agree_with_the_package_that_reads_its_own_files():
+    pytest.importorskip("aeon")
+    from aeon.datasets import load_classification
+
+    sets = load("ucr")
+    for name in ("GunPoint", "JapaneseVowels", "BasicMotions"):
+        X, y = load_classification(name, split="test", extract_path=None)
+        ours = sets[name]
+        assert len(X) == len(ours.x_test)
+        for theirs, case in zip(X, ours.x_test, strict=True):
+            np.testing.assert_allclose(theirs, case, rtol=1e-6)  # they may read float32
+        assert [ours.class_names[label].lower() for label in ours.y_test] == y.tolist()  # it changes the case
+
+
+# Units, treated, and mean outcomes of the treated and the others, as published.
+TRIALS = {
+    "nsw": (445, 185, 6349, 4555),  # Dehejia and Wahba 1999: the treated earned 1794 dollars more
+    "thornton_hiv": (2834, 2211, 0.79, 0.34),  # Thornton 2008: 34 % without an incentive, 79 % with one
+    "social_insure": (1410, 693, 0.46, 0.46),
+    "rand_hie": (5638, 3088, 3.1, 2.6),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", list(TRIALS))
+def test_trials_have_the_published_arms_and_outcomes(name):
+    trial = load(name)
+    n, n_treated, treated, control = TRIALS[name]
+    assert trial.X.shape == (n, len(trial.feature_names))
+    assert trial.treatment.sum() == n_treated
+    assert trial.y[trial.treatment].mean() == pytest.approx(treated, rel=0.02)  # published to two digits
+    assert trial.y[~trial.treatment].mean() == pytest.approx(control, rel=0.02)
+
+
+@pytest.mark.slow
+def test_acic2016_has_noise_of_variance_one_around_its_means():
+    births = load("acic2016")
+    assert births.X.shape[0] == births.y0.shape[1] == 4802
+    for y, mu in ((births.y0, births.mu0), (births.y1, births.mu1)):
+        np.testing.assert_allclose((y - mu).var(axis=1), 1, atol=0.1)  # 4802 draws: a standard error of 0.02
 
 
 @pytest.mark.slow

@@ -8,7 +8,7 @@ import sys
 
 import typer
 
-from heedful.cli import _studies, calibrate, data, inspect, merge, prune, quantize
+from heedful.cli import _studies, bounds, calibrate, classify, data, inspect, merge, prune, quantize, unlearn
 
 app = typer.Typer(
     name="heedful",
@@ -28,8 +28,13 @@ app.command("merge")(merge.merge)
 app.command("quantize")(quantize.quantize)
 app.command("prune")(prune.prune)
 app.command("inspect")(inspect.inspect)
+app.command("bounds")(bounds.bounds)
+app.command("classify")(classify.classify)
 app.add_typer(data.app, name="data", help="Real data sets, offline: list, get, check.")
 app.add_typer(calibrate.app, name="calibrate", help="Make class probabilities mean what they say: fit, apply, report.")
+app.add_typer(
+    unlearn.app, name="unlearn", help="Delete people's data from a classifier exactly: fit, delete, audit, apply."
+)
 
 
 @app.callback(invoke_without_command=True)

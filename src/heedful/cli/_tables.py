@@ -35,7 +35,7 @@ def read_table(path: Path, *, text: Sequence[str] = ()) -> pd.DataFrame:
         raise FileNotFoundError(f"{path} does not exist or is not a file.")
     try:
         if suffix == ".csv":
-            return pd.read_csv(path, converters=dict.fromkeys(text, str))
+            return pd.read_csv(path, converters=dict.fromkeys(text, str), float_precision="round_trip")
         if suffix == ".parquet":
             return pd.read_parquet(path)
         with path.open("rb") as file, np.load(file, allow_pickle=False) as arrays:

@@ -27,8 +27,12 @@ from heedful.data._cache import (
 )
 from heedful.data._forms import Addresses as Addresses
 from heedful.data._forms import Images as Images
+from heedful.data._forms import PotentialOutcomes as PotentialOutcomes
 from heedful.data._forms import PretrainedModel as PretrainedModel
+from heedful.data._forms import RandomizedTrial as RandomizedTrial
 from heedful.data._forms import RatedTexts as RatedTexts
+from heedful.data._forms import SeriesSet as SeriesSet
+from heedful.data._forms import SeriesSets as SeriesSets
 from heedful.data._forms import Table as Table
 from heedful.data._forms import Texts as Texts
 from heedful.data._forms import TokenEmbeddings as TokenEmbeddings
@@ -42,8 +46,12 @@ __all__ = [
     "Addresses",
     "DataInfo",
     "Images",
+    "PotentialOutcomes",
     "PretrainedModel",
+    "RandomizedTrial",
     "RatedTexts",
+    "SeriesSet",
+    "SeriesSets",
     "Table",
     "Texts",
     "TokenEmbeddings",
@@ -148,7 +156,8 @@ def load(name: str) -> Any:
 
     Returns
     -------
-    Images, Table, Texts, RatedTexts, Addresses, Views, TokenEmbeddings, PretrainedModel or Weights
+    Images, Table, Texts, RatedTexts, Addresses, Views, TokenEmbeddings, PretrainedModel, Weights, SeriesSets,
+    RandomizedTrial or PotentialOutcomes
         As ``info(name).form`` says. Arrays are read-only.
 
     Raises

@@ -5,10 +5,12 @@ and ``x.astype(...)`` copy, ``torch.from_numpy(x)`` does not).
 """
 
 import dataclasses
+from collections.abc import Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
-from jaxtyping import Float32, Float64, Int64, Shaped, UInt8
+from jaxtyping import Bool, Float32, Float64, Int64, Shaped, UInt8
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -168,4 +170,118 @@ class Weights:
     tensors: dict[str, Shaped[np.ndarray, "..."]]
 
 
-Form = Images | Table | Texts | RatedTexts | Addresses | Views | TokenEmbeddings | PretrainedModel | Weights
+class SeriesSet(NamedTuple):
+    """One set of labelled time series.
+
+    ``x_train`` and ``x_test`` are arrays of float64 of shape (n, channels, length), or lists of n arrays of shape (channels,
+    length) where lengths differ; ``y_train`` and ``y_test`` index ``class_names``.
+    """
+
+    x_train: Float64[np.ndarray, "n d L"] | list[Float64[np.ndarray, "d _"]]
+    y_train: Int64[np.ndarray, " n"]
+    x_test: Float64[np.ndarray, "m d L"] | list[Float64[np.ndarray, "d _"]]
+    y_test: Int64[np.ndarray, " m"]
+    class_names: tuple[str, ...]
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class SeriesSets:
+    """Several sets of labelled time series, with the splits they were published with.
+
+    ``sets["GunPoint"]`` is one of them, as a ``SeriesSet``.
+
+    Parameters
+    ----------
+    names : tuple of str
+    x_train, x_test : dict of str to ndarray of float64, shape (n, channels, length)
+        By name. A case that is shorter than the longest ends in NaN.
+    y_train, y_test : dict of str to ndarray of int64, shape (n,)
+    class_names : tuple of sequences of str
+        In the order of ``names``.
+    """
+
+    names: tuple[str, ...]
+    x_train: dict[str, Float64[np.ndarray, "_ _ _"]]
+    y_train: dict[str, Int64[np.ndarray, " _"]]
+    x_test: dict[str, Float64[np.ndarray, "_ _ _"]]
+    y_test: dict[str, Int64[np.ndarray, " _"]]
+    class_names: tuple[Sequence[str], ...]
+
+    def __getitem__(self, name: str) -> SeriesSet:
+        if name not in self.names:
+            raise KeyError(f"there is no set {name!r}; there are {', '.join(self.names)}")
+        return SeriesSet(
+            _cut(self.x_train[name]),
+            self.y_train[name],
+            _cut(self.x_test[name]),
+            self.y_test[name],
+            tuple(self.class_names[self.names.index(name)]),
+        )
+
+
+def _cut(x: Float64[np.ndarray, "n d L"]) -> Float64[np.ndarray, "n d L"] | list[Float64[np.ndarray, "d _"]]:
+    """The cases without the NaN behind their ends; ``x`` itself if there is none."""
+    lengths = (~np.isnan(x[:, 0])).sum(axis=1)
+    return x if (lengths == x.shape[2]).all() else [case[:, :length] for case, length in zip(x, lengths, strict=True)]
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class RandomizedTrial:
+    """What a randomised trial or a field experiment observed of each unit.
+
+    Parameters
+    ----------
+    X : ndarray of float64, shape (n, d)
+        What was known before the treatment; NaN where it is missing.
+    treatment : ndarray of bool, shape (n,)
+    y : ndarray of float64, shape (n,)
+        The outcome.
+    feature_names : tuple of str, length d
+    """
+
+    X: Float64[np.ndarray, "n d"]
+    treatment: Bool[np.ndarray, " n"]
+    y: Float64[np.ndarray, " n"]
+    feature_names: tuple[str, ...]
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class PotentialOutcomes:
+    """Real units with simulated outcomes, so that of each unit both outcomes are known.
+
+    Parameters
+    ----------
+    X : ndarray of float64, shape (n, d)
+        Real covariates; a category is one column a level, 0 or 1.
+    y0, y1 : ndarray of float64, shape (k, n)
+        Outcomes without and with treatment, in k simulations.
+    mu0, mu1 : ndarray of float64, shape (k, n)
+        Their means given the covariates.
+    treatment : ndarray of bool, shape (k, n)
+        The simulated choice of treatment, which depends on the covariates.
+    feature_names : tuple of str, length d
+    """
+
+    X: Float64[np.ndarray, "n d"]
+    y0: Float64[np.ndarray, "k n"]
+    y1: Float64[np.ndarray, "k n"]
+    mu0: Float64[np.ndarray, "k n"]
+    mu1: Float64[np.ndarray, "k n"]
+    treatment: Bool[np.ndarray, "k n"]
+    feature_names: tuple[str, ...]
+
+
+Form = (
+    Images
+    | Table
+    | Texts
+    | RatedTexts
+    | Addresses
+    | Views
+    | TokenEmbeddings
+    | PretrainedModel
+    | Weights
+    | SeriesSets
+    | RandomizedTrial
+    | PotentialOutcomes
+)

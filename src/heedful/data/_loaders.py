@@ -2,7 +2,7 @@
 
 import gzip
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -11,14 +11,18 @@ from heedful.data._archives import members
 from heedful.data._forms import (
     Addresses,
     Images,
+    PotentialOutcomes,
     PretrainedModel,
+    RandomizedTrial,
     RatedTexts,
+    SeriesSets,
     Table,
     Texts,
     TokenEmbeddings,
     Views,
     Weights,
 )
+from heedful.data._frames import numeric_columns
 from heedful.data._gguf import convert_llama
 from heedful.errors import FileFormatError
 
@@ -170,6 +174,116 @@ def efficientnet_lite0(folder: Path) -> Weights:
 
     weights = torch.load(folder / "efficientnet-lite0-57934424.pth", map_location="cpu", weights_only=True)
     return Weights({name: tensor.numpy() for name, tensor in weights.items()})
+
+
+UCR = ("ACSF1", "ArrowHead", "BasicMotions", "GunPoint", "ItalyPowerDemand", "JapaneseVowels", "OSULeaf")
+
+
+def ucr(folder: Path) -> SeriesSets:
+    """A folder a set, with two files in the ts format."""
+    return _series_sets(
+        {name: [_ts(folder / name / f"{name}_{part}.ts") for part in ("TRAIN", "TEST")] for name in UCR}
+    )
+
+
+def ucr_coffee_pigcvp(folder: Path) -> SeriesSets:
+    """A folder a set, with two tables whose first column is the class."""
+    sets = {}
+    for name in ("Coffee", "PigCVP"):
+        tables = [np.loadtxt(folder / name / f"{name}_{part}.txt") for part in ("TRAIN", "TEST")]
+        sets[name] = [(list(table[:, None, 1:]), table[:, 0].astype(np.int64)) for table in tables]
+    return _series_sets(sets)
+
+
+def ucr_trace(folder: Path) -> SeriesSets:
+    """Arrays whose last axis is the channel."""
+    with np.load(folder / "Trace.npz", allow_pickle=False) as arrays:
+        parts = [(list(arrays[f"X_{part}"].transpose(0, 2, 1)), arrays[f"y_{part}"]) for part in ("train", "test")]
+    return _series_sets({"Trace": parts})
+
+
+def _series_sets(sets: Mapping[str, Sequence[tuple[list[np.ndarray], np.ndarray]]]) -> SeriesSets:
+    """From cases (channels, length) and labels of the train and the test part of each set."""
+    classes = {name: np.unique(np.concatenate([labels for _, labels in parts])) for name, parts in sets.items()}
+    x_train, x_test = ({name: _padded(parts[i][0]) for name, parts in sets.items()} for i in range(2))
+    y_train, y_test = (
+        {name: np.searchsorted(classes[name], parts[i][1]) for name, parts in sets.items()} for i in range(2)
+    )
+    names = tuple(tuple(map(str, classes[name])) for name in sets)
+    return SeriesSets(tuple(sets), x_train, y_train, x_test, y_test, names)
+
+
+def _ts(file: Path) -> tuple[list[np.ndarray], np.ndarray]:
+    """Cases and labels: behind a header, a case a line, whose channels and label stand between colons."""
+    lines = _read_text(file).partition("@data")[2].split()
+    rows = [line.split(":") for line in lines]
+    cases = [np.array([channel.split(",") for channel in row[:-1]], dtype=np.float64) for row in rows]
+    return cases, np.array([row[-1] for row in rows])
+
+
+def _padded(cases: Sequence[np.ndarray]) -> np.ndarray:
+    longest = max(case.shape[1] for case in cases)
+    return np.stack([np.pad(case, ((0, 0), (0, longest - case.shape[1])), constant_values=np.nan) for case in cases])
+
+
+def nsw(folder: Path) -> RandomizedTrial:
+    """Earnings in dollars of 1978 by a programme of supported work (the sample of Dehejia and Wahba)."""
+    columns = numeric_columns(folder / "nsw_mixtape.pkl.compress")
+    covariates = ("age", "educ", "black", "hisp", "marr", "nodegree", "re74", "re75")
+    return _trial(columns, outcome="re78", treatment=columns["treat"] == 1, covariates=covariates)
+
+
+def thornton_hiv(folder: Path) -> RandomizedTrial:
+    """Whether the result of one's test was fetched (0, 1), by an incentive; people who were not tested are left out."""
+    columns = numeric_columns(folder / "thornton_hiv.pkl.compress")
+    columns = _rows(columns, ~np.isnan(columns["got"]) & ~np.isnan(columns["any"]))
+    return _trial(columns, outcome="got", treatment=columns["any"] == 1, covariates=("age", "distvct", "hiv2004"))
+
+
+def social_insure(folder: Path) -> RandomizedTrial:
+    """Whether a household took up the insurance (0, 1), by an intensive information session."""
+    columns = numeric_columns(folder / "social_insure.pkl.compress")
+    covariates = (
+        "default",
+        "age",
+        "agpop",
+        "ricearea_2010",
+        "disaster_prob",
+        "male",
+        "risk_averse",
+        "literacy",
+        "pre_takeup_rate",
+    )
+    return _trial(columns, outcome="takeup_survey", treatment=columns["intensive"] == 1, covariates=covariates)
+
+
+def rand_hie(folder: Path) -> RandomizedTrial:
+    """Visits to a doctor in the first year of a person, by free care, as against any coinsurance rate."""
+    columns = numeric_columns(folder / "RandHIE.pkl.compress")
+    columns = _rows(columns, columns["year"] == 1)
+    covariates = ("xage", "female", "black", "educdec", "linc", "num", "mhi", "disea", "physlm", "hlthg", "hlthf")
+    return _trial(columns, outcome="mdvis", treatment=columns["coins"] == 0, covariates=(*covariates, "hlthp"))
+
+
+def acic2016(folder: Path) -> PotentialOutcomes:
+    """One table of covariates, and ten of treatment and outcomes."""
+    import pandas as pd
+
+    X = pd.get_dummies(pd.read_csv(folder / "x.csv"), prefix_sep="=", dtype=np.float64)
+    simulated = np.stack([_csv(folder / f"zymu_{i}.csv") for i in range(1, 11)])
+    treatment, y0, y1, mu0, mu1 = simulated.transpose(2, 0, 1).copy()
+    return PotentialOutcomes(X.to_numpy(np.float64), y0, y1, mu0, mu1, treatment == 1, tuple(X.columns))
+
+
+def _rows(columns: Mapping[str, np.ndarray], which: np.ndarray) -> dict[str, np.ndarray]:
+    return {name: values[which] for name, values in columns.items()}
+
+
+def _trial(
+    columns: Mapping[str, np.ndarray], *, outcome: str, treatment: np.ndarray, covariates: tuple[str, ...]
+) -> RandomizedTrial:
+    X = np.column_stack([columns[name] for name in covariates])
+    return RandomizedTrial(X, treatment, columns[outcome], covariates)
 
 
 def _table(bunch) -> Table:

