@@ -115,6 +115,7 @@ def test_every_option_reaches_the_bounds(table):
     assert found(table, "--covariates", "z", "--eta", "2", "--propensity", "0.5")["notes"] == []
     shown = run(table, "--covariates", "z", "--eta", "2", "--confidence", "0.9").stdout
     assert "90% confidence" in shown
+    assert "97.5% confidence" in run(table, "--covariates", "z", "--eta", "2", "--confidence", "0.975").stdout
 
 
 def test_several_outcomes_are_bounded_together(table):
@@ -129,8 +130,15 @@ def test_several_outcomes_are_bounded_together(table):
     [
         ([], {"outcome": "gpa"}, InputError, r"lacks the columns gpa; it has y, w, z, town, e"),
         (["--covariates", "z,age"], {}, InputError, "lacks the columns age"),
-        ([], {"treatment": "town"}, InputError, "treatment must be 0 or 1, or bool; its values are 'a', 'b'"),
+        (
+            [],
+            {"treatment": "town"},
+            InputError,
+            "'town' must be 1 of treated units and 0 of others; its values are [ab], [ab]",
+        ),
+        ([], {"treatment": "z"}, InputError, r"1 of treated units and 0 of others; its values are .*, …\.$"),
         ([], {"outcome": "town"}, InputError, "outcome must be numbers"),
+        (["--covariates", "z,y,w"], {}, ParameterError, "^--covariates must be known before treatment; w, y is not"),
         (["--propensity", "p"], {}, InputError, "lacks the columns p"),
         (["--eta", "big"], {}, ParameterError, r"--eta must be auto, a number, or numbers with commas; got 'big'"),
         (["--eta", "-1"], {}, ParameterError, "eta must be a number >= 0"),
@@ -160,13 +168,15 @@ def test_missing_covariates_are_named(tmp_path):
 
 @pytest.fixture
 def page(table, tmp_path):
-    done = run(table, "--covariates", "z,town", "--plot", tmp_path / "bounds.html")
+    done = run(table, "--covariates", "z,town", "--confidence", "0.9", "--plot", tmp_path / "bounds.html")
     assert f"The bounds against η, written to {tmp_path / 'bounds.html'}" in done.stdout.replace("\n", "")
     return (tmp_path / "bounds.html").read_text("utf-8")
 
 
 def test_the_page_shows_the_bounds_and_all_prices(page, table):
-    result = found(table, "--covariates", "z,town")
+    result = found(table, "--covariates", "z,town", "--confidence", "0.9")
+    low, high = result["confidence_interval"]
+    assert re.search(f'90% confidence</th><td class="n">{low:.4g}</td><td class="n">{high:.4g}</td>', page)
     figure = re.search(r'<svg class="canvas" role="img" aria-label="([^"]*)"', page)[1]
     assert figure.startswith("effect_variance: bounds against η: lower bound ")
     for value in (result["lower"], result["upper"], result["lower_blind"]):

@@ -160,13 +160,20 @@ def test_what_cannot_be_meant_is_refused_before_any_work(files, tmp_path):
     )
     assert refusal(ParameterError, test, "-o", out, "--train", train, "--jobs", 0).startswith("--jobs must be a number")
     assert "tables are read and written as" in refusal(InputError, test, "-o", tmp_path / "out.doc", "--train", train)
+    model = tmp_path / "model.pkl"
+    assert refusal(InputError, test, "-o", out, "--train", train, "--save", model) == (
+        f"{model}: a classifier is saved as .safetensors; got .pkl."
+    )
+    for options in (["-o", tmp_path / "none" / "out.csv"], ["-o", out, "--save", tmp_path / "none" / "m.safetensors"]):
+        message = refusal(FileNotFoundError, tmp_path / "absent.ts", *options, "--train", train)  # TEST is not read yet
+        assert f"the folder {tmp_path / 'none'} does not exist. Create it" in message
     out.write_text("kept")
     assert refusal(FileExistsError, test, "-o", out, "--train", train).startswith(f"{out} exists.")
     assert out.read_text() == "kept"
     assert run(test, "-o", out, "--train", train, "--overwrite").exit_code == 0
 
 
-def test_nothing_is_written_when_the_labels_are_of_other_classes(files, tmp_path):
+def test_no_table_is_written_when_the_labels_are_of_other_classes(files, tmp_path):
     X, y = waves(6)
     odd = write(tmp_path / "odd.ts", X, [f"{name}er" for name in y])
     message = refusal(

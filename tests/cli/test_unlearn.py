@@ -253,6 +253,10 @@ def test_no_requests_change_nothing(model, tmp_path):
     assert model.read_bytes() == contents
 
 
+def unfinished(folder):
+    return [path for path in folder.glob(".*") if path.suffix != ".lock"]
+
+
 DIE = """
 import os, signal, sys
 import heedful._files as files
@@ -289,7 +293,10 @@ def test_a_kill_leaves_the_old_file_or_the_new_one(model, tmp_path, moment):
     killed = subprocess.run([sys.executable, "-c", DIE, moment, model, asked], capture_output=True, text=True)
     assert killed.returncode == -signal.SIGKILL, killed.stderr
     assert model.read_bytes() == (new if moment == "after the exchange" else old)
-    assert run("delete", model, "--ids", asked).exit_code == 0  # what the killed one left is no obstacle
+    assert any(unfinished(tmp_path)) == (moment != "after the exchange")
+    assert run("delete", model, "--ids", requests(tmp_path, ["nobody"], name="other.csv")).exit_code == 0
+    assert not unfinished(tmp_path)  # it held rows of people who may ask later
+    assert run("delete", model, "--ids", asked).exit_code == 0
     assert model.read_bytes() == new
 
 
@@ -305,6 +312,36 @@ def test_a_full_disk_leaves_the_old_file_and_nothing_beside_it(model, tmp_path, 
         run("delete", model, "--ids", asked)
     assert model.read_bytes() == old
     assert set(tmp_path.iterdir()) - before <= {tmp_path / ".model.safetensors.lock"}
+
+
+def test_an_output_that_is_the_model_itself_is_a_deletion_in_place(model, tmp_path):
+    person = min(stored(model))
+    (tmp_path / "link.safetensors").symlink_to(model)
+    for out in (model, tmp_path / "link.safetensors"):
+        done = run("delete", model, "--ids", requests(tmp_path, [person]), "-o", out, "--overwrite")
+        assert "still holds what it held" not in done.stderr
+        assert person not in stored(model)
+
+
+def test_files_of_others_beside_the_model_stay(model, tmp_path):
+    names = [".model-0123456789abcdef.csv", ".models-0123456789abcdef.safetensors", ".model-backup.safetensors"]
+    for name in names:
+        (tmp_path / name).write_text("mine")
+    assert run("delete", model, "--ids", requests(tmp_path, ["nobody"])).exit_code == 0
+    assert all((tmp_path / name).read_text() == "mine" for name in names)
+
+
+def test_where_no_model_can_be_written_nothing_is_read(model, tmp_path):
+    absent = tmp_path / "absent.csv"  # would be missed if anything were read
+    for out, error, words in [
+        (tmp_path / "model.pkl", InputError, r"Models are .safetensors files; got .*model.pkl"),
+        (tmp_path / "no" / "model.safetensors", FileNotFoundError, "the folder .*no does not exist. Create it"),
+    ]:
+        with pytest.raises(error, match=words):
+            run("fit", absent, "--label", "y", "--id", "user", "--save", out)
+        with pytest.raises(error, match=words):
+            run("delete", model, "--ids", absent, "-o", out)
+    assert not (tmp_path / "no").exists()
 
 
 def test_deletions_at_the_same_time_are_both_done(model, tmp_path, monkeypatch):

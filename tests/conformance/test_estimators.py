@@ -4,6 +4,7 @@ from sklearn.frozen import FrozenEstimator
 from sklearn.linear_model import LogisticRegression
 from sklearn.naive_bayes import GaussianNB
 
+from heedful._validation import require_fitted
 from heedful.calibrate import (
     CalibratedClassifier,
     DirichletCalibrator,
@@ -14,6 +15,7 @@ from heedful.calibrate import (
     TemperatureCalibrator,
     VectorCalibrator,
 )
+from heedful.causal import CovariateAwareBounds
 from tests.conformance import cases
 from tests.conformance.estimators import CHECKS, EstimatorRow
 
@@ -44,6 +46,27 @@ def calibrated(name, exclusions, **settings):
     return EstimatorRow(f"CalibratedClassifier-{name}", make, three_classes, exclusions=exclusions)
 
 
+class BoundsOfASplit(CovariateAwareBounds):
+    """The checks know no treatment, and ask what is said of X: the larger half of the first covariate was treated."""
+
+    def fit(self, X, y):
+        first = np.asarray(X)[:, 0]
+        return super().fit(X, y, treatment=first > np.median(first))
+
+    def predict(self, X):
+        require_fitted(self)
+        return np.tile([self.bounds_.lower, self.bounds_.upper], (len(X), 1))
+
+
+def a_trial():
+    rng = np.random.default_rng(0)
+    X = rng.normal(size=(60, 3))
+    return X, X[:, 0] + X[:, 1] + rng.normal(size=60)
+
+
+NO_TREATMENT = {
+    "check_scikit_learn_contract": "it leaves one arm empty; tests/causal runs it on arms of every other row"
+}
 FROZEN = FrozenEstimator(LogisticRegression().fit(*three_classes()))
 FOLDS = {
     "check_sample_weight": "a row that stands twice may be in two folds, a row of weight two is in one",
@@ -66,6 +89,7 @@ ROWS = (
     calibrator(TemperatureCalibrator),
     calibrator(VectorCalibrator),
     calibrator(DirichletCalibrator, ridge=1e-3),
+    EstimatorRow("CovariateAwareBounds", lambda: BoundsOfASplit(eta=1.0), a_trial, exclusions=NO_TREATMENT),
 )
 
 

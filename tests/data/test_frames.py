@@ -37,7 +37,7 @@ def as_pandas_2_writes_it(columns):
 
     names = list(columns)
     blocks = []
-    for kind in ("f", "i", "O"):
+    for kind in dict.fromkeys(columns[name].dtype.kind for name in names):
         of_kind = [name for name in names if columns[name].dtype.kind == kind]
         places = np.array([names.index(name) for name in of_kind])
         values = objects(columns[of_kind[0]]) if kind == "O" else array(np.stack([columns[name] for name in of_kind]))
@@ -112,9 +112,17 @@ def test_what_a_pickle_asks_to_run_is_never_run(tmp_path, make):
 
 def test_other_files_are_refused(tmp_path):
     file = tmp_path / "t.pkl.compress"
-    for contents in (b"", b"not xz", lzma.compress(b""), lzma.compress(b"\x80\x05K"), lzma.compress(pickle.dumps(1))):
+    huge = b"\x96" + (2**62).to_bytes(8, "little")  # BYTEARRAY8, of a length that no memory has
+    inside = [b"", b"\x80\x05K", b"\x80\x05" + huge, b"\x80\x05\x96" + b"\xff" * 8, pickle.dumps(1)]
+    for contents in (b"", b"not xz", *map(lzma.compress, inside)):
         file.write_bytes(contents)
         with pytest.raises(FileFormatError, match="is not the pickle of a table"):
             numeric_columns(file)
     with pytest.raises(FileFormatError, match="is not the pickle of a table"):
         numeric_columns(written(file, pd.Series([1.0])))
+
+
+def test_a_column_of_bytes_is_refused(tmp_path):
+    columns = {"id": np.array([3, 1]), "town": np.array([b"ab", b"cd"])}
+    with pytest.raises(FileFormatError, match="is not the pickle of a table"):
+        numeric_columns(dumped(tmp_path / "t.pkl.compress", as_pandas_2_writes_it(columns)))

@@ -77,12 +77,12 @@ def test_scores_by_hand():
         "interval_score": 0.5,
         "coverage": 100.0,
         "error": 0.5,
-        "bias": -25.0,
+        "bias": -0.5 / 9,
         "overshoot": 0.0,
     }
     missed = trial.score(2.5, 4.0, blind_width=3.0)
     assert missed["interval_score"] == pytest.approx((1.5 + 40 * 1) / 3)
-    assert (missed["coverage"], missed["bias"], missed["overshoot"]) == (0.0, 25.0, 25.0)
+    assert (missed["coverage"], missed["bias"], missed["overshoot"]) == (0.0, 0.5 / 3, 0.5 / 3)
     assert set(Trial(trial.outcome, trial.treatment, trial.covariates).score(1, 2, blind_width=2)) == {"width_ratio"}
 
 

@@ -84,6 +84,20 @@ def test_the_right_regression_gives_the_sharp_bounds():
     assert upper == pytest.approx(trial.upper, abs=0.6)
 
 
+class OffByTwo(LinearRegression):
+    def predict(self, X):
+        return super().predict(X) + 2
+
+
+def test_outcomes_that_were_seen_make_up_for_a_regression_that_is_off():
+    """Both means are off alike, and the residual laws equal: the duals are still those of the truth."""
+    trial = synthetic.trial_linear(4000, random_state=0)
+    y = trial.y + 3 * trial.treatment  # an effect whose mean is 3
+    lower, upper = dual_bounds(y, trial.treatment, trial.X, make_model=OffByTwo, seed=0)
+    assert lower == pytest.approx(trial.lower + 9, abs=0.8)  # a standard error of 0.3
+    assert upper >= trial.upper + 9 - 0.8
+
+
 @pytest.mark.parametrize("draw", [synthetic.trial_linear, synthetic.trial_square, synthetic.trial_scale])
 def test_a_useless_regression_gives_bounds_no_narrower_than_the_blind_ones(draw):
     trial, (lower, upper) = bounds_of(draw, DummyRegressor)
@@ -113,3 +127,5 @@ def test_bounds_of_binary_outcomes_hold_the_truth():
     assert lower == pytest.approx(abs(p1 - p0).mean(), abs=0.06)  # a standard error of 0.015; the line is nearly right
     assert upper == pytest.approx(np.minimum(p0 + p1, 2 - p0 - p1).mean(), abs=0.06)
     assert lower - 0.03 < ((u < p1) != (u < p0)).mean() < upper + 0.03
+    other = dual_bounds(3 + 2.5 * y, treated, z, make_model=LinearRegression, seed=0)
+    assert other == pytest.approx((2.5**2 * lower, 2.5**2 * upper))  # two values are binary whatever they are

@@ -77,17 +77,26 @@ def test_every_reservoir_gives_as_many_features(channels):
     assert set(features.values()) == {expected}
 
 
-def test_random_periods_are_as_many_of_the_same_span_and_others_for_another_seed(monkeypatch):
+def test_a_network_has_at_least_as_many_states_as_components(monkeypatch):
+    made = []
+    monkeypatch.setattr(module, "_periods", lambda task: list(range(1, 101)))
+    monkeypatch.setattr(module, "_measure", lambda task, make: made.append(make()) or Outcome({}))
+    module.bianchi(build(split="test", seed=0, channels=30), budget=BUDGET, seed=0)
+    assert 2 * made[0].n_units >= made[0].n_components == 349  # 349 * 350 is nearest to 100 * 10 * (4 * 30 + 2)
+
+
+@pytest.mark.parametrize("spectral", [[2, 4, 6, 20, 40], [3, 6, 9, 100, 101, 340], [250]], ids=str)
+def test_random_periods_are_as_many_and_as_long_and_others_for_another_seed(spectral, monkeypatch):
     seen = []
+    monkeypatch.setattr(module, "_periods", lambda task: spectral)
     monkeypatch.setattr(module, "_measure", lambda task, make: seen.append(make.keywords["periods"]) or Outcome({}))
-    task = build(split="test", seed=0)
     for seed in (0, 0, 1):
-        module.sarc_random_periods(task, budget=BUDGET, seed=seed)
-    spectral = module._periods(task)
+        module.sarc_random_periods(build(split="test", seed=0), budget=BUDGET, seed=seed)
     assert seen[0] == seen[1] != seen[2]
     for periods in seen:
         assert len(set(periods)) == len(spectral)
         assert 1 <= min(periods) <= max(periods) <= max(spectral)
+        assert sum(p <= 100 for p in periods) == sum(p <= 100 for p in spectral)
 
 
 def test_only_the_blind_arms_are_blind(monkeypatch):
@@ -104,6 +113,7 @@ def test_only_the_blind_arms_are_blind(monkeypatch):
     }
     assert made["wide_biesn"].periods == [1]
     defaults = made["sarc"].__class__().get_params()
+    assert defaults["extend_to"] == module.EXTEND_TO
     given = study.arms["sarc"].points[0]
     assert given == {name: defaults[name] for name in given}  # the first point is what the classifier does untold
 

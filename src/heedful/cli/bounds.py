@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from heedful.errors import ParameterError
+from heedful.errors import InputError, ParameterError
 
 if TYPE_CHECKING:
     from heedful.causal import Bounds
@@ -41,7 +41,9 @@ def bounds(
     ] = "auto",
     propensity: Annotated[
         str | None,
-        typer.Option("--propensity", help="Probability of treatment: a column, or a number. Default: as in the table."),
+        typer.Option(
+            "--propensity", help="Probability of treatment: a column, or a number. Default: the same for all units."
+        ),
     ] = None,
     scale: Annotated[
         Literal["standardize", "mahalanobis", "none"],
@@ -65,21 +67,23 @@ def bounds(
     from heedful.cli._progress import messages
     from heedful.cli._tables import read_table, refuse_existing, take_columns
 
-    prices = _parse_eta(eta)
+    prices, known = _parse_eta(eta), [] if covariates is None else covariates.split(",")
+    if clash := set(known) & {treatment, *outcome.split(",")}:
+        raise ParameterError(f"--covariates must be known before treatment; {', '.join(sorted(clash))} is not.")
     if plot is not None:
         drawn = prices == "auto" or (isinstance(prices, list) and sum(0 < price < math.inf for price in prices) > 1)
-        if covariates is None or not drawn:
+        if not known or not drawn:
             raise ParameterError(
                 "--plot draws bounds against η: it needs --covariates, and --eta auto or several numbers > 0."
             )
         refuse_existing(plot, overwrite=overwrite)
-    frame, known = read_table(table), [] if covariates is None else covariates.split(",")
+    frame = read_table(table)
     from heedful.causal import covariate_bounds
 
     with messages(quiet=quiet):
         found = covariate_bounds(
             take_columns(frame, outcome.split(","), path=table).to_numpy(),
-            take_columns(frame, [treatment], path=table)[treatment].to_numpy(),
+            _read_treatment(frame, treatment, path=table),
             take_columns(frame, known, path=table) if known else None,
             estimand=estimand.replace("-", "_"),
             threshold=threshold,
@@ -90,7 +94,7 @@ def bounds(
             random_state=seed,
         )
     if plot is not None:
-        _write_page(found, plot, table=table, outcome=outcome, covariates=known, overwrite=overwrite)
+        _write_page(found, confidence, plot, table=table, outcome=outcome, covariates=known, overwrite=overwrite)
     if as_json:
         blind = found.upper_blind - found.lower_blind
         more = {"width": found.width, "width_blind": blind, "width_ratio": found.width / blind if blind else None}
@@ -110,6 +114,17 @@ def _parse_eta(text: str) -> float | list[float] | Literal["auto"]:
     return prices[0] if len(prices) == 1 else prices
 
 
+def _read_treatment(frame: Any, name: str, *, path: Path) -> Any:
+    from heedful.cli._tables import take_columns
+
+    column = take_columns(frame, [name], path=path)[name]
+    if not column.isin([0, 1]).all():
+        seen = column.drop_duplicates().tolist()
+        shown = ", ".join(map(str, seen[:5])) + (", …" if len(seen) > 5 else "")
+        raise InputError(f"{path}: column {name!r} must be 1 of treated units and 0 of others; its values are {shown}.")
+    return column.to_numpy()
+
+
 def _read_propensity(frame: Any, given: str | None, *, path: Path) -> Any:
     """A number for all units, or a column; a column may be called like a number."""
     from heedful.cli._tables import take_columns
@@ -124,12 +139,17 @@ def _read_propensity(frame: Any, given: str | None, *, path: Path) -> Any:
     return take_columns(frame, [given], path=path)[given].to_numpy()
 
 
-def _rows(found: "Bounds") -> list[tuple[str, float, float, float, float, float]]:
-    """Name, bounds, width and prices of the blind interval and of the covariate-aware one."""
-    lower, upper = found.lower_blind, found.upper_blind
+def _rows(found: "Bounds", confidence: float | None) -> list[list[str]]:
+    """Name, ends, width and prices of the blind interval, of the covariate-aware one, and of the one around it."""
+    intervals: list[tuple[str, float, float, list[float]]] = [
+        ("blind", found.lower_blind, found.upper_blind, [0.0, 0.0]),
+        ("covariate-aware", found.lower, found.upper, [found.eta_lower, found.eta_upper]),
+    ]
+    if confidence is not None and found.confidence_interval is not None:
+        intervals.append((f"{100 * confidence:g}% confidence", *found.confidence_interval, []))
     return [
-        ("blind", lower, upper, upper - lower, 0.0, 0.0),
-        ("covariate-aware", found.lower, found.upper, found.width, found.eta_lower, found.eta_upper),
+        [name, *map(_number, [low, high, high - low, *prices]), *[""] * (2 - len(prices))]
+        for name, low, high, prices in intervals
     ]
 
 
@@ -145,11 +165,8 @@ def _show(found: "Bounds", confidence: float | None, plot: Path | None) -> None:
     table.add_column(found.estimand)
     for name in ("lower", "upper", "width", "η of lower", "η of upper"):
         table.add_column(name, justify="right", no_wrap=True)
-    for name, *values in _rows(found):
-        table.add_row(name, *map(_number, values))
-    if found.confidence_interval is not None:
-        low, high = found.confidence_interval
-        table.add_row(f"{confidence:.0%} confidence", *map(_number, (low, high, high - low)))
+    for row in _rows(found, confidence):
+        table.add_row(*row)
     console, blind = Console(), found.upper_blind - found.lower_blind
     console.print(table)
     if blind:
@@ -162,7 +179,14 @@ def _show(found: "Bounds", confidence: float | None, plot: Path | None) -> None:
 
 
 def _write_page(
-    found: "Bounds", path: Path, *, table: Path, outcome: str, covariates: list[str], overwrite: bool
+    found: "Bounds",
+    confidence: float | None,
+    path: Path,
+    *,
+    table: Path,
+    outcome: str,
+    covariates: list[str],
+    overwrite: bool,
 ) -> None:
     """One HTML file that asks the network for nothing, drawn as the page of the evidence is."""
     import jinja2
@@ -180,7 +204,7 @@ def _write_page(
     prices = {name: values.tolist() for name, values in found.path.items() if values is not None}
     page = environment.get_template("bounds.html").render(
         bounds=found,
-        rows=_rows(found),
+        rows=_rows(found, confidence),
         columns=list(prices),
         cells=list(zip(*prices.values(), strict=True)),
         figure=_figure(found),

@@ -44,8 +44,8 @@ def classify(
 ) -> None:
     """Classify whole time series; where TEST has labels, say how many are right.
 
-    Series may have several channels and different lengths. FILE gets a row a case: its label, if it has one, the class
-    predicted, and a probability for each class.
+    Series may have several channels and different lengths. In a table, a row is a case, and every column but the label
+    a time point. FILE gets a row a case: its label, if it has one, the class predicted, and a probability for each class.
 
     Example: heedful classify GunPoint_TEST.ts --train GunPoint_TRAIN.ts -o predicted.csv
     """
@@ -65,12 +65,20 @@ def classify(
     from heedful.cli._tables import check_suffix, refuse_existing, write_table
 
     check_suffix(out)
+    if save is not None and save.suffix != ".safetensors":
+        raise InputError(f"{save}: a classifier is saved as .safetensors; got {save.suffix or 'no suffix'}.")
     for path in filter(None, (out, save)):
         refuse_existing(path, overwrite=overwrite)
+        if not path.parent.is_dir():
+            raise FileNotFoundError(
+                f"{path}: the folder {path.parent} does not exist. Create it, or choose another path."
+            )
     asked = read_series(test, label=label)
     with messages(quiet=quiet):
         if train is not None:
             classifier = _fit(train, label=label, tune=tune, n_jobs=jobs, random_state=seed)
+            if save is not None:  # at once: what may have taken hours outlives a TEST that does not suit it
+                classifier.save(save)
         elif model is not None:
             classifier = _load(model)
         try:
@@ -85,8 +93,6 @@ def classify(
         result |= _quality(asked.labels, predicted, classes, test)
         frame.insert(0, "label", asked.labels)
     write_table(frame, out, overwrite=overwrite)
-    if save is not None:
-        classifier.save(save)
     result |= {"written": str(out)} | ({} if save is None else {"saved": str(save)})
     if as_json:
         print(json.dumps(result, indent=2))

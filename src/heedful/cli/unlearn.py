@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import re
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -58,10 +59,10 @@ def fit(
     Example: heedful unlearn fit users.csv --label churned --id user --save churn.safetensors
     """
     from heedful.cli._progress import messages
-    from heedful.cli._tables import read_table, refuse_existing
+    from heedful.cli._tables import read_table
     from heedful.unlearn import SelectiveSamplingClassifier
 
-    refuse_existing(save, overwrite=overwrite)
+    _check_target(save, overwrite=overwrite)
     frame = read_table(table, text=(label, id_column))
     y, ids = _text(frame, label, path=table, what="class"), _ids(frame, id_column, path=table)
     wanted = None if features is None else [name.strip() for name in features.split(",")]
@@ -75,7 +76,8 @@ def fit(
     )
     with messages(quiet=True):
         classifier.fit(X, y, ids=ids)
-    classifier.save(save)
+    with _locked(save):
+        classifier.save(save)
     result: dict[str, Any] = {
         "rows": len(X),
         "stored_rows": len(classifier.core_y_),
@@ -114,12 +116,13 @@ def delete(
 
     Example: heedful unlearn delete churn.safetensors --ids requests.csv
     """
-    from heedful.cli._tables import refuse_existing
-
     if out is not None:
-        refuse_existing(out, overwrite=overwrite)
+        _check_target(out, overwrite=overwrite)
+        out = None if out.resolve() == model.resolve() else out
+    if not model.is_file():
+        raise FileNotFoundError(f"{model} does not exist or is not a file.")
     requested, name = _requests(ids, id_column)
-    with _locked(model) if out is None else contextlib.nullcontext():
+    with _locked(out or model):
         classifier = _load(model)
         wanted, stored = _as_stored(requested, classifier.core_ids_)
         if id_column is None and name.strip() in map(str, stored):
@@ -204,15 +207,31 @@ def _load(path: Path) -> "SelectiveSamplingClassifier | KernelSelectiveSamplingC
     return classifier
 
 
+def _check_target(path: Path, *, overwrite: bool) -> None:
+    """Refuse, before any work is done, a path that no model can be written to."""
+    from heedful.cli._tables import refuse_existing
+
+    if path.suffix != ".safetensors":
+        raise InputError(f"Models are .safetensors files; got {path}. Choose such a name.")
+    if not path.parent.is_dir():
+        raise FileNotFoundError(f"{path}: the folder {path.parent} does not exist. Create it, or choose another path.")
+    refuse_existing(path, overwrite=overwrite)
+
+
 @contextlib.contextmanager
 def _locked(path: Path):
-    """Two commands at a time would each write back what the other had removed. An empty file stays beside ``path``."""
+    """Two commands at a time would each write back what the other had removed. An empty file stays beside ``path``.
+
+    Copies that a killed command had not finished go: they hold people's rows, and no request would reach them.
+    """
     from filelock import FileLock
 
     path = path.resolve()
-    if not path.is_file():
-        raise FileNotFoundError(f"{path} does not exist or is not a file.")
+    unfinished = re.compile(rf"\.{re.escape(path.stem[:64])}-[0-9a-f]{{16}}{re.escape(path.suffix)}")
     with FileLock(path.with_name(f".{path.name}.lock")):
+        for beside in list(path.parent.iterdir()):
+            if unfinished.fullmatch(beside.name):
+                beside.unlink(missing_ok=True)
         yield
 
 

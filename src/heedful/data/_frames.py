@@ -15,7 +15,17 @@ from jaxtyping import Float64
 
 from heedful.errors import FileFormatError
 
-_MALFORMED = (lzma.LZMAError, pickle.UnpicklingError, ValueError, TypeError, AttributeError, LookupError, EOFError)
+_MALFORMED = (
+    lzma.LZMAError,
+    pickle.UnpicklingError,
+    ValueError,
+    TypeError,
+    AttributeError,
+    LookupError,
+    EOFError,
+    OverflowError,  # lengths that no file has
+    MemoryError,
+)
 
 
 def numeric_columns(file: Path) -> dict[str, Float64[np.ndarray, " n"]]:
@@ -34,9 +44,9 @@ def numeric_columns(file: Path) -> dict[str, Float64[np.ndarray, " n"]]:
             values, places, _ = block.args
             if values.name == "_frombuffer":  # objects, such as texts, are no buffer
                 columns |= zip(np.array(list(columns))[_places(places)].tolist(), _array(values), strict=True)
+        return {name: values.astype(np.float64) for name, values in columns.items() if values is not None}
     except _MALFORMED as error:
         raise FileFormatError(f"{file.name} is not the pickle of a table as pandas 2 writes it: {error!r}.") from error
-    return {name: values.astype(np.float64) for name, values in columns.items() if values is not None}
 
 
 class _Record:

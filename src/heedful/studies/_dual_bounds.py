@@ -41,7 +41,10 @@ def dual_bounds(
 
     ``make_model()`` is a regressor of scikit-learn; each arm gets its own. The propensity is the treated fraction.
     """
-    binary = bool(np.isin(outcome, (0, 1)).all())
+    binary = len(np.unique(outcome)) == 2
+    unit = np.ptp(outcome) if binary else 1.0
+    if binary:  # as 0 and 1: the difference knows no shift
+        outcome = (outcome - outcome.min()) / unit
     share = treatment.mean()
     bounds = np.empty((2, len(outcome)))
     folds = StratifiedKFold(FOLDS, shuffle=True, random_state=seed).split(covariates, treatment)
@@ -63,7 +66,7 @@ def dual_bounds(
                 (values.control - expected.control) / (1 - share),
             )
             bounds[row, held] = expected.control + expected.treated + seen
-    lower, upper = bounds.mean(axis=1)
+    lower, upper = unit**2 * bounds.mean(axis=1)
     return float(lower), float(upper)
 
 

@@ -1,15 +1,14 @@
 """Collections of time series, checked at the door and brought into one layout.
 
 Users hold a collection as an array (cases, time), as an array (cases, channels, time), or, where lengths differ, as a list
-of arrays (channels, time). Methods of this room take it as ``Series``: one array in which shorter cases stand at the right,
-behind zeros, and the length of each.
+of arrays (channels, time). Methods of this room take it as ``Series``.
 """
 
 import dataclasses
 from typing import Any
 
 import numpy as np
-from jaxtyping import Bool, Float64, Int64, Shaped
+from jaxtyping import Float64, Int64, Shaped
 from scipy import sparse
 
 from heedful.errors import InputError
@@ -21,26 +20,25 @@ class Series:
 
     Parameters
     ----------
-    cases : ndarray of float64, shape (n, d, L)
-        L is the length of the longest case; a shorter one has zeros before it begins. Read-only: it may be the caller's
-        own array.
+    cases : ndarray of float64, shape (n, d, L), or list of n arrays of float64, shape (d, L_i)
+        ``cases[i]`` is of shape (d, L_i) either way. Not padded: a single long case would make all others as large.
+        Read-only: they may be the caller's own arrays.
     lengths : ndarray of int64, shape (n,)
         Number of time points of each case.
     """
 
-    cases: Float64[np.ndarray, "n d L"]
+    cases: Float64[np.ndarray, "n d L"] | list[Float64[np.ndarray, "d _"]]
     lengths: Int64[np.ndarray, " n"]
 
     @property
-    def equal_length(self) -> bool:
-        """Whether no case is padded."""
-        return bool((self.lengths == self.cases.shape[2]).all())
+    def n_channels(self) -> int:
+        """Channels d."""
+        return len(self.cases[0])
 
     @property
-    def mask(self) -> Bool[np.ndarray, "n L"]:
-        """True where a case has a real entry."""
-        longest = self.cases.shape[2]
-        return np.arange(longest) >= longest - self.lengths[:, None]
+    def equal_length(self) -> bool:
+        """Whether all cases have one length."""
+        return bool((self.lengths == self.lengths[0]).all())
 
 
 class _NotNumbers(InputError, TypeError):
@@ -85,7 +83,7 @@ def validate_series(estimator: Any, X: Any, *, reset: bool, min_length: int = 3)
         except ValueError as error:  # in the words that scikit-learn's users know
             raise InputError(str(error)) from None
     series = _checked(layout, "X", min_length)
-    channels, longest = series.cases.shape[1:]
+    channels = series.n_channels
     name = type(estimator).__name__
     if reset:
         for stale in {"n_features_in_", "feature_names_in_"} & vars(estimator).keys():
@@ -93,7 +91,7 @@ def validate_series(estimator: Any, X: Any, *, reset: bool, min_length: int = 3)
         if flat:
             validate_data(estimator, X, reset=True, skip_check_array=True)
         estimator.n_channels_in_ = channels
-        estimator.n_timepoints_in_ = longest if series.equal_length else None
+        estimator.n_timepoints_in_ = int(series.lengths[0]) if series.equal_length else None
         return series
     if channels != estimator.n_channels_in_:
         raise InputError(
@@ -114,17 +112,19 @@ def _layout(X: Any, name: str) -> Shaped[np.ndarray, "..."] | list[Shaped[np.nda
     """One array if all cases have one shape, else a list with the array of each."""
     if sparse.issparse(X):
         raise InputError(f"{name} is a sparse matrix; series are dense. Pass {name}.toarray().")
-    if isinstance(X, (list, tuple)) or (isinstance(X, np.ndarray) and X.dtype == object and X.ndim == 1):
-        cases = []
-        for i, case in enumerate(X):
-            try:
-                cases.append(np.asarray(case))
-            except ValueError as error:  # ragged inside
-                raise InputError(f"case {i} of {name} has channels of different lengths: {error}.") from error
-        if len({case.shape for case in cases}) > 1:
-            return cases
-        return np.stack(cases) if cases else np.empty((0, 0))
-    return np.asarray(X)
+    if not isinstance(X, (list, tuple)):
+        X = np.asarray(X)
+        if X.dtype != object or X.ndim != 1:
+            return X
+    cases = []
+    for i, case in enumerate(X):
+        try:
+            cases.append(np.asarray(case))
+        except ValueError as error:  # ragged inside
+            raise InputError(f"case {i} of {name} has channels of different lengths: {error}.") from error
+    if len({case.shape for case in cases}) > 1:
+        return cases
+    return np.stack(cases) if cases else np.empty((0, 0))
 
 
 def _checked(layout: Shaped[np.ndarray, "..."] | list[Shaped[np.ndarray, "..."]], name: str, min_length: int) -> Series:
@@ -169,13 +169,9 @@ def _unequal(given: list[Shaped[np.ndarray, "..."]], name: str, min_length: int)
             raise InputError(
                 f"case {i} of {name}: at least {min_length} time points are needed, got shape {case.shape}. Leave it out."
             )
-        cases.append(case)
-    lengths = np.array([case.shape[1] for case in cases], dtype=np.int64)
-    padded = np.zeros((len(cases), len(cases[0]), int(lengths.max())))
-    for i, case in enumerate(cases):
         _require_finite(case[None], name, first=i)
-        padded[i, :, padded.shape[2] - case.shape[1] :] = case
-    return Series(_read_only(padded), lengths)
+        cases.append(_read_only(case))
+    return Series(cases, np.array([case.shape[1] for case in cases], dtype=np.int64))
 
 
 def _numbers(values: Shaped[np.ndarray, "..."], what: str) -> Float64[np.ndarray, "..."]:
@@ -202,7 +198,7 @@ def _require_finite(cases: Float64[np.ndarray, "n d L"], name: str, *, first: in
         )
 
 
-def _read_only(cases: Float64[np.ndarray, "n d L"]) -> Float64[np.ndarray, "n d L"]:
-    view = cases.view()
+def _read_only(values: Float64[np.ndarray, "*axes"]) -> Float64[np.ndarray, "*axes"]:
+    view = values.view()
     view.flags.writeable = False
     return view

@@ -339,6 +339,16 @@ def test_eta_is_where_the_dual_bound_less_half_its_error_is_tightest(linear_tria
     assert found.eta_lower == path["eta"][np.argmax(path["dual_lower"] - path["error_lower"] / 2)]
     assert found.eta_upper == path["eta"][np.argmin(path["dual_upper"] + path["error_upper"] / 2)]
     assert 0 < found.eta_lower < path["eta"][-1]
+    assert (path["error_lower"] > 0).all()
+
+
+def test_a_dual_value_that_is_all_error_does_not_choose_eta(monkeypatch, linear_trial):
+    """One unit far out can lift it at a large η, and its error with it."""
+    y, treated, z = linear_trial(20, 0)
+    values = {1.0: (2.0, 0.5), 10.0: (3.0, 1.0), 100.0: (9.0, 20.0)}
+    monkeypatch.setattr(module, "cross_fitted_dual", lambda problem, eta, *, sign: values[float(eta)])
+    found = covariate_bounds(y, treated, z, eta=[1.0, 10.0, 100.0])
+    assert (found.eta_lower, found.eta_upper) == (10.0, 10.0)
 
 
 def test_of_a_sequence_eta_is_chosen_alike_and_its_order_is_nothing(linear_trial):
@@ -384,7 +394,9 @@ def test_a_random_state_settles_the_folds(linear_trial):
 def test_an_interval_contains_both_bounds_and_grows_with_the_confidence(linear_trial):
     y, treated, z = linear_trial(100, 0)
     intervals = [
-        covariate_bounds(y, treated, z, confidence=level, eta=3.0, random_state=0).confidence_interval
+        covariate_bounds(
+            y, treated, z, estimand="product", confidence=level, eta=3.0, random_state=0
+        ).confidence_interval
         for level in (0.5, 0.9, 0.99)
     ]
     assert intervals[2][0] < intervals[1][0] < intervals[0][0] < intervals[0][1] < intervals[1][1] < intervals[2][1]
@@ -413,8 +425,8 @@ def test_intervals_cover_the_bounds_of_the_population(linear_trial):
 def test_limits_are_as_far_from_the_bounds_as_these_vary(name, low, high, weighted):
     """Y0 is standard normal and Y1 standard exponential: sorted alike E[Y0 Y1] is 0.9032, whatever the weights.
 
-    Error of the limits = quantile · standard error, so its mean over draws must be the spread of the dual values. The
-    80 draws tell that spread within 10 %; it was measured as 0.91 to 1.07 of the stated one.
+    The distance of a limit from its middle is quantile · standard error. Middles vary 1.1 to 1.4 times as much at this
+    size, since the functions that the other fold fitted vary too, which moves them outwards from the bounds alone.
     """
     stated, middles = [], []
     for seed in range(80):
@@ -431,9 +443,8 @@ def test_limits_are_as_far_from_the_bounds_as_these_vary(name, low, high, weight
         middles.append(near + [1, -1] * np.abs(far - near) / 0.0629507 * 0.0627068)
     np.testing.assert_allclose(np.mean(middles, axis=0), [low, high], atol=0.25)
     ratio = np.std(middles, axis=0) / np.mean(stated, axis=0)
-    print(ratio, np.mean(middles, axis=0))
-    assert (ratio > 0.7).all()
-    assert (ratio < 1.4).all()
+    assert (ratio > 0.8).all()
+    assert (ratio < 1.5).all()
 
 
 # Large problems
@@ -461,6 +472,16 @@ def test_subsamples_keep_the_ratio_of_the_arms(linear_trial):
     keep = treated | (np.cumsum(~treated) <= 40)
     with pytest.warns(HeedfulWarning, match="20 of 40 control and 45 of 90 treated"):
         covariate_bounds(y[keep], treated[keep], z[keep], eta=1.0, max_points=30, random_state=0)
+
+
+def test_subsamples_are_never_too_small_for_folds(linear_trial):
+    y, treated, z = linear_trial(30, 0)
+    with pytest.warns(HeedfulWarning, match="10 of 30 control and 10 of 30 treated"):
+        covariate_bounds(y, treated, z, max_points=2, random_state=0)
+    with pytest.warns(HeedfulWarning, match="20 of 30 control and 20 of 30 treated"):
+        covariate_bounds(y, treated, z, eta=1.0, confidence=0.9, max_points=2, random_state=0)
+    with pytest.warns(HeedfulWarning, match="2 of 30 control and 2 of 30 treated"):
+        covariate_bounds(y, treated, z, eta=1.0, max_points=2, random_state=0)
 
 
 def test_what_sorting_solves_needs_no_subsample(linear_trial):
@@ -510,7 +531,8 @@ def test_progress_is_reported(linear_trial):
     events = []
     with progress(events.append):
         covariate_bounds(y, treated, z, eta=[1.0, 2.0, 3.0], random_state=0)
-    assert [(event.phase, event.done, event.total) for event in events] == 2 * [("transport", i, 3) for i in (1, 2, 3)]
+    expected = [(phase, i, 3) for phase in ("transport", "dual values") for _ in range(2) for i in (1, 2, 3)]
+    assert [(event.phase, event.done, event.total) for event in events] == expected
 
 
 @pytest.mark.parametrize("eta", [0.0, 4.0, "auto"])

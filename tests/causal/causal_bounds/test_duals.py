@@ -111,24 +111,24 @@ def test_the_halves_of_an_arm_are_disjoint_and_leave_nobody_out():
         assert units[first[arm]]
 
 
-def gaussian_problem(seed, n, shift=0.0):
+def gaussian_problem(seed, n):
     rng = np.random.default_rng(seed)
     z0, z1, noise0, noise1 = rng.normal(size=(4, n, 1))
     even = np.full(n, 1 / n)
-    return problem_of(0.6 * z0 + noise0, -1.6 * z1 + noise1, z0, z1 + shift, even, even)
+    return problem_of(0.6 * z0 + noise0, -1.6 * z1 + noise1, z0, z1, even, even)
 
 
 def test_an_imbalance_of_the_covariates_does_not_lift_the_dual_value_at_a_large_eta():
-    """Means of f and g alone follow η times the imbalance, whose error grows with η; D falls, as pairs get worse."""
-    etas = [1.0, 10.0, 100.0, 1000.0]
-    values = np.array([[cross_fitted_dual(gaussian_problem(seed, 60), eta) for eta in etas] for seed in range(12)])
-    assert (values[:, 3, 0] < values[:, 1, 0]).all()
-    plain = []
-    for seed in range(12):
+    """Means of f and g alone follow η times the imbalance, and in some draws end above where they were at η = 10."""
+    plain, values = np.empty((30, 2)), np.empty((30, 2))
+    for seed in range(30):
         problem = gaussian_problem(seed, 60)
-        both = [dual_values(problem, 1000.0, fit, on) for fit, on in problem.halves()]
-        plain.append(np.mean([dual.a @ dual.f + dual.b @ dual.g for dual in both]))
-    assert np.std(values[:, 3, 0]) < np.std(plain) / 3
+        for i, eta in enumerate((10.0, 1000.0)):
+            both = [dual_values(problem, eta, fit, on) for fit, on in problem.halves()]
+            plain[seed, i] = np.mean([dual.a @ dual.f + dual.b @ dual.g for dual in both])
+            values[seed, i] = np.mean([dual.value() for dual in both])
+    assert (plain[:, 1] > plain[:, 0]).any()
+    assert (values[:, 1] < values[:, 0]).all()
 
 
 def test_dual_values_stay_below_the_conditional_bound_and_their_errors_say_how_they_vary():

@@ -1,5 +1,6 @@
 import re
 
+import matplotlib
 import numpy as np
 import pandas as pd
 import pytest
@@ -75,6 +76,13 @@ def test_names_of_strata_are_nothing(relabel):
     y, treated, strata = stratified_trial(0)
     found = conditional_bounds(y, treated, relabel(strata))
     np.testing.assert_allclose(ends(found), ends(conditional_bounds(y, treated, strata)), rtol=1e-12)
+
+
+def test_a_report_is_a_picture_too():
+    matplotlib.use("Agg")
+    ax = conditional_bounds(*stratified_trial(0)).plot()
+    assert ax.get_xlabel() == "η"
+    matplotlib.pyplot.close("all")
 
 
 # Bad input

@@ -5,11 +5,15 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from heedful.causal.causal_bounds.trial import read_trial
+from heedful.causal.causal_bounds.trial import read_trial, squared_distances
 from heedful.errors import HeedfulWarning, InputError, ParameterError
 
 Y, W = np.arange(6.0), np.array([0, 1, 0, 1, 1, 0])
 Z = np.array([[1.0, 10.0], [2.0, 30.0], [4.0, 20.0], [8.0, 50.0], [3.0, 40.0], [5.0, 10.0]])
+
+
+def distances(trial):
+    return squared_distances(trial.z0, trial.z1)
 
 
 @pytest.mark.parametrize(
@@ -47,24 +51,31 @@ def test_standardized_covariates_have_unit_variance_over_all_units():
     np.testing.assert_allclose(z.std(axis=0), 1)
 
 
+@pytest.mark.parametrize("scale", ["standardize", "mahalanobis"])
+@pytest.mark.parametrize("unit", [1e-200, 1e-20, 1e160, 1e300])
+def test_no_unit_of_measurement_is_too_small_or_too_large_to_be_scaled(unit, scale):
+    ours, plain = (read_trial(Y, W, Z * [unit_, 1], covariate_scale=scale) for unit_ in (unit, 1))
+    np.testing.assert_allclose(distances(ours), distances(plain), rtol=1e-9)
+
+
 def test_mahalanobis_distances_are_those_of_the_inverse_covariance():
     trial = read_trial(Y, W, Z, covariate_scale="mahalanobis")
     difference = Z[W == 0][:, None] - Z[W == 1]
     inverse = np.linalg.inv(np.cov(Z, rowvar=False, ddof=0))
-    np.testing.assert_allclose(trial.squared_distances(), np.einsum("ijk,kl,ijl->ij", difference, inverse, difference))
+    np.testing.assert_allclose(distances(trial), np.einsum("ijk,kl,ijl->ij", difference, inverse, difference))
 
 
 def test_mahalanobis_distances_do_not_change_under_a_linear_map_nor_when_a_column_is_repeated():
-    plain = read_trial(Y, W, Z, covariate_scale="mahalanobis").squared_distances()
-    mapped = read_trial(Y, W, Z @ [[1.0, 1e3], [-2.0, 5.0]], covariate_scale="mahalanobis").squared_distances()
-    repeated = read_trial(Y, W, Z[:, [0, 1, 1]], covariate_scale="mahalanobis").squared_distances()
-    np.testing.assert_allclose(mapped, plain, rtol=1e-8)
-    np.testing.assert_allclose(repeated, plain, rtol=1e-8)
+    plain = read_trial(Y, W, Z, covariate_scale="mahalanobis")
+    mapped = read_trial(Y, W, Z @ [[1.0, 1e3], [-2.0, 5.0]], covariate_scale="mahalanobis")
+    repeated = read_trial(Y, W, Z[:, [0, 1, 1]], covariate_scale="mahalanobis")
+    np.testing.assert_allclose(distances(mapped), distances(plain), rtol=1e-8)
+    np.testing.assert_allclose(distances(repeated), distances(plain), rtol=1e-8)
 
 
 def test_without_scale_distances_are_those_of_the_numbers_given():
     trial = read_trial(Y, W, Z[:, 0])
-    np.testing.assert_allclose(trial.squared_distances(), (Z[W == 0, 0][:, None] - Z[W == 1, 0]) ** 2)
+    np.testing.assert_allclose(distances(trial), (Z[W == 0, 0][:, None] - Z[W == 1, 0]) ** 2)
 
 
 @pytest.mark.parametrize("dtype", ["object", "category", "string"])
@@ -73,7 +84,7 @@ def test_two_levels_of_a_category_are_at_distance_one_whatever_the_scale(dtype, 
     levels = np.array(["red", "blue", "red", "green", "blue", "red"])
     trial = read_trial(Y, W, pd.DataFrame({"colour": pd.Series(levels, dtype=dtype)}), covariate_scale=scale)
     expected = levels[W == 0][:, None] != levels[W == 1]
-    np.testing.assert_allclose(trial.squared_distances(), expected.astype(float), atol=1e-12)
+    np.testing.assert_allclose(distances(trial), expected.astype(float), atol=1e-12)
 
 
 def test_numbers_in_a_data_frame_are_those_of_an_array():

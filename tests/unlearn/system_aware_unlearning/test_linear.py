@@ -4,13 +4,21 @@ import hypothesis
 import numpy as np
 import pandas as pd
 import pytest
+import sklearn
 from hypothesis import strategies as st
 from scipy import sparse
 from sklearn.base import clone
 from sklearn.linear_model import Ridge
+from sklearn.pipeline import make_pipeline
+from sklearn.preprocessing import FunctionTransformer
 
-from heedful.errors import HeedfulWarning, InputError, NotFittedError, ParameterError
-from heedful.unlearn import SelectiveSamplingClassifier, UnlearnReport, select_core_set
+from heedful.errors import ConvergenceError, HeedfulWarning, InputError, NotFittedError, ParameterError
+from heedful.unlearn import (
+    KernelSelectiveSamplingClassifier,
+    SelectiveSamplingClassifier,
+    UnlearnReport,
+    select_core_set,
+)
 from heedful.unlearn.system_aware_unlearning._digest import digest_of
 from heedful.unlearn.system_aware_unlearning.selection import moments
 from tests.conformance.typechecks import as_users_have_it
@@ -465,3 +473,36 @@ def test_a_dataframe_gives_its_names_and_string_labels_come_back(draw):
     assert set(model.core_y_) == {"no", "yes"}
     assert model.unlearn_samples(frame.loc[model.core_ids_[:2]], model.core_y_[:2]).removed == 2
     assert model.audit()
+
+
+def test_a_ridge_that_is_lost_to_rounding_is_named(draw):
+    X, y = draw(100, 4, 0)
+    message = "^ridge is so small beside the norms of the samples that it is lost to rounding"
+    for model in (SelectiveSamplingClassifier(ridge=1e-30), KernelSelectiveSamplingClassifier(ridge=1e-30)):
+        with pytest.raises(ConvergenceError, match=message):
+            model.fit(X[:, :1] * np.ones(4), y)
+
+
+@pytest.mark.parametrize("dtype", [int, bool, float, str, object])
+def test_labels_are_of_any_kind(draw, dtype):
+    X, y = draw(300, 4, 0)
+    names = ["b", "a"] if dtype in (str, object) else [1, 0]
+    labels = np.array(names, dtype=dtype)[y]
+    model = SelectiveSamplingClassifier(kappa=0.4).fit(X, labels, classes=names)
+    assert set(model.predict(X)) == set(names)
+    assert model.unlearn_samples(X, labels).removed == len(
+        X[select_core_set(np.c_[X, np.ones(300)] / 2**0.5, kappa=0.4)]
+    )
+    refused = SelectiveSamplingClassifier(kappa=0.4).fit(X, labels)
+    assert refused.unlearn_samples(X, np.full(300, "nobody", dtype=object)).removed == 0
+
+
+def test_ids_are_routed_as_metadata(draw):
+    X, y = draw(300, 4, 0)
+    pipeline = make_pipeline(FunctionTransformer(), SelectiveSamplingClassifier())
+    pipeline.fit(X, y, selectivesamplingclassifier__ids=np.arange(300))
+    with sklearn.config_context(enable_metadata_routing=True):
+        model = SelectiveSamplingClassifier().set_fit_request(ids=True)
+        routed = make_pipeline(FunctionTransformer(), model).fit(X, y, ids=np.arange(300))
+    assert routed[-1].core_ids_.tolist() == pipeline[-1].core_ids_.tolist()
+    assert routed[-1].audit()

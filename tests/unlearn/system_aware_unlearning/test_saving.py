@@ -63,6 +63,13 @@ def test_names_of_columns_and_an_empty_core_come_back(draw, make, tmp_path):
     assert loaded.score(frame, y.astype(bool)) > 0.8
 
 
+def test_parameters_may_be_numpy_scalars(draw, tmp_path):
+    X, y = draw(100, 3, 0)
+    model = SelectiveSamplingClassifier(kappa=np.float64(0.3), horizon=np.int64(100)).fit(X, y)
+    model.save(tmp_path / "model.safetensors")
+    assert heedful.load(tmp_path / "model.safetensors").state_digest() == model.state_digest()
+
+
 def test_the_file_after_a_deletion_is_that_of_a_system_that_never_saw_the_samples(draw, tmp_path):
     """Byte for byte: no time, no machine, no count, no order of requests, no room left where something was."""
     X, y = draw(400, 5, 0)

@@ -75,7 +75,7 @@ def test_training_starts_again_at_the_first_slice_that_lost_a_sample(draw):
     model.fit(X, y, ids=np.arange(300))
     shard = model.shards_[1]
     assert shard.ends == (30, 60, 90, 120, 150)
-    model.unlearn(shard.data.ids[[149, 95]])  # slices 4 and 3, from 0
+    model.unlearn(shard.data.ids[[149, 90]])  # the last of slice 4, the first of slice 3
     after = model.shards_[1]
     assert after.ends == (30, 60, 90, 119, 148)
     assert all(after.models[r] is shard.models[r] for r in range(3))

@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+import sklearn
 from scipy import sparse
 from sklearn.base import clone
 from sklearn.linear_model import LogisticRegression, RidgeClassifier
@@ -92,8 +93,14 @@ def test_sparse_rows_are_stored_without_zeros_and_old_buffers(draw, model):
     X, y = draw(400, 5, 0)
     X[np.abs(X) < 0.4] = 0.0
     matrix = sparse.csr_matrix(X)
+    # The first row, which is always kept, begins with a zero and has its last entry in two halves.
+    data, indices, n = matrix.data, matrix.indices, matrix.indptr[1]
     untidy = sparse.csr_matrix(
-        (np.r_[matrix.data, 0.0], np.r_[matrix.indices, 0], np.r_[matrix.indptr[:-1], matrix.nnz + 1])
+        (
+            np.r_[0.0, data[: n - 1], data[n - 1] / 2, data[n - 1] / 2, data[n:]],
+            np.r_[np.setdiff1d(np.arange(5), indices[:n])[0], indices[:n], indices[n - 1], indices[n:]],
+            np.r_[0, matrix.indptr[1:] + 2],
+        )
     )
     untidy.indices, untidy.indptr = untidy.indices.astype(np.int64), untidy.indptr.astype(np.int64)
     tidy = clone(model).fit(matrix, y, ids=np.arange(400))
@@ -205,6 +212,19 @@ def test_an_audit_finds_a_prototype_that_was_fitted_to_all(draw):
     model = SystemAwareUnlearner(RidgeClassifier(random_state=0), feature_map=scaler, horizon=1000).fit(X, y)
     assert model.audit().findings == ("feature_map is not what learning from the core gives.",)
     np.testing.assert_array_equal(model.feature_map_.mean_, 0)  # what is used knows nothing of X
+
+
+def test_an_audit_finds_the_model_that_a_clone_was_made_of(draw):
+    """scikit-learn's metadata requests know their owner, and its clone copies them, fitted owner and all."""
+    X, y = draw(400, 5, 0)
+    with sklearn.config_context(enable_metadata_routing=True):
+        model = SelectiveSamplingClassifier(horizon=1000).set_fit_request(ids=True).fit(X, y, ids=np.arange(400))
+        assert model.audit()
+        other = clone(model).fit(-X, y, ids=np.arange(400))
+    if getattr(other._metadata_request.owner, "_core", None) is None:
+        pytest.skip("this scikit-learn's requests hold no estimator")
+    (finding,) = other.audit().findings
+    assert finding.startswith("_metadata_request holds another fitted model")
 
 
 def test_a_strict_audit_wants_a_horizon_from_before(draw):

@@ -11,6 +11,7 @@ from sklearn.linear_model import LinearRegression, LogisticRegression, RidgeClas
 from sklearn.neighbors import KNeighborsClassifier
 from sklearn.pipeline import make_pipeline
 from sklearn.preprocessing import PolynomialFeatures
+from sklearn.random_projection import SparseRandomProjection
 from sklearn.svm import SVC
 from sklearn.tree import DecisionTreeClassifier
 
@@ -108,6 +109,16 @@ def test_sparse_features_are_selected_and_learned_from(draw):
     np.testing.assert_array_equal(thin.predict(X), dense.predict(X))
     sparsely = SystemAwareUnlearner(LogisticRegression(random_state=0), feature_map=sparse.csr_array).fit(X, y)
     np.testing.assert_array_equal(sparsely.predict(X), dense.predict(X))
+
+
+def test_wide_sparse_samples_pass_where_the_map_makes_them_narrow(draw):
+    narrow = SparseRandomProjection(20, random_state=0)
+    X, y = sparse.random_array((300, 6000), density=0.01, format="csr", rng=0), np.arange(300) % 2
+    model = SystemAwareUnlearner(RidgeClassifier(random_state=0), feature_map=narrow, horizon=300).fit(X, y)
+    assert model.estimator_.n_features_in_ == 20
+    assert model.audit()
+    with pytest.raises(InputError, match="X is sparse with 6000 columns"):
+        SystemAwareUnlearner(RidgeClassifier(random_state=0)).fit(X, y)
 
 
 @pytest.mark.parametrize("n_classes", [2, 3])

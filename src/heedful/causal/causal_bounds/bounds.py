@@ -2,8 +2,8 @@
 
 Every η gives a valid bound in the population: V(η) rises from the blind bound at 0 to the conditional one. In a finite
 sample it goes on rising beyond, as pairs are matched on covariates so well that their outcomes pair up at random. The
-dual value D(η) of units that did not fit the dual variables is not fooled: it rises, peaks and falls, and η is taken at
-its peak.
+dual value D(η) of units that did not fit the dual variables is not fooled: it rises, peaks and falls. η is taken where D
+less half its standard error is largest, since covariates with heavy tails can lift a value that is all error.
 """
 
 import dataclasses
@@ -33,12 +33,13 @@ from heedful.causal.causal_bounds.trial import Trial, read_trial, squared_distan
 from heedful.errors import HeedfulWarning, InputError, ParameterError
 
 _GRID = np.concatenate([[0.0], np.geomspace(0.1, 1000, 13)])  # in units of the spread of h by that of d²
+_CAUTION = 0.5  # standard errors that a dual value gives away before η is chosen by it
 _SMALLEST_ARM = 10  # units, for folds to say anything
 _REPEATS = 5  # subsamples whose bounds are averaged
 _SIDES = (1, -1)  # lower bounds minimise h, upper bounds −h
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False)
 class Bounds(Report):
     """What the data say of an estimand: it lies between ``lower`` and ``upper``.
 
@@ -58,7 +59,7 @@ class Bounds(Report):
         Arrays over all η that were looked at: ``eta``; bounds ``lower`` and ``upper``; mean squared covariate distance
         of the coupled units, ``mismatch_lower`` and ``mismatch_upper``; and, None where there was nothing to choose, the
         cross-fitted dual bounds ``dual_lower`` and ``dual_upper`` with their standard errors ``error_lower`` and
-        ``error_upper``: η is where the dual bound is tightest.
+        ``error_upper``: η is where the dual bound is tightest after half an error is given away.
     confidence_interval : tuple of two floats, or None
         Contains both bounds, hence the estimand, with about the confidence asked for.
     estimand : str
@@ -95,11 +96,11 @@ class Bounds(Report):
             ax = plt.figure().subplots()
         eta = self.path["eta"]
         positive = eta[(eta > 0) & np.isfinite(eta)]
-        ax.axhspan(self.lower_blind, self.upper_blind, color="0.9", zorder=0, label="blind")
-        marker = "o" if len(eta) == 1 else None
-        for side, color, label in (("lower", "C0", "covariate-aware"), ("upper", "C0", None)):
-            ax.plot(eta, self.path[side], color=color, marker=marker, markersize=3, label=label)
-            ax.scatter([getattr(self, f"eta_{side}")], [getattr(self, side)], color="C3", zorder=3)
+        ax.axhspan(self.lower_blind, self.upper_blind, color="0.92", zorder=0, label="blind")
+        ax.axhspan(self.lower, self.upper, color="C0", alpha=0.15, linewidth=0, zorder=1, label="covariate-aware")
+        for side in ("lower", "upper"):
+            ax.plot(eta, self.path[side], color="C0", linewidth=1)
+            ax.plot([getattr(self, f"eta_{side}")], [getattr(self, side)], "o", color="C0")
         if len(positive) > 1:
             ax.set_xscale("symlog", linthresh=float(positive.min()))
         ax.set(xlabel="η", ylabel=self.estimand)
@@ -146,8 +147,8 @@ def covariate_bounds(
     eta : float, sequence of floats, or "auto"
         Price of a unit of squared covariate distance, ≥ 0, in units of h (that of the variance for Neyman's, of the
         product for the correlation). A number is taken as it is; ``inf`` couples by covariates alone. Of several, each
-        bound takes the one whose cross-fitted dual value is best; "auto" does so among 0 and 13 prices over four decades,
-        scaled to the spreads of h and of the distances.
+        bound takes the one whose cross-fitted dual value, less half its standard error, is best; "auto" does so among 0
+        and 13 prices over four decades, scaled to the spreads of h and of the distances.
     propensity : float, array-like of shape (n,), or None
         Probability of treatment given the covariates. None: the same for all units.
     covariate_scale : {"standardize", "mahalanobis"} or None
@@ -183,8 +184,8 @@ def covariate_bounds(
     Notes
     -----
     Each η and side costs one transport problem, about 0.1 s for arms of 1000 and 1 s for arms of 2000 to 3000 units, and
-    choosing η as much as half again. Memory: four arrays of n0 · n1 numbers. Without covariates, variances, products and
-    correlations of a single outcome are sorted for, in O(n log n).
+    choosing η as much as half again. Memory: four arrays of n0 · n1 numbers, eight with Sinkhorn. Without covariates,
+    variances, products and correlations of a single outcome are sorted for, in O(n log n).
 
     References
     ----------
@@ -365,14 +366,13 @@ class _Analysis:
         if not z0.shape[1]:  # nothing to pay for
             self.etas = np.zeros(1)
         self.sorts = self.estimand.sortable is not None and not z0.shape[1] and confidence is None
-        self._check_sizes()
         self.notes: tuple[str, ...] = ()
         if propensity is None:
             self.notes += ("No propensity was given: treatment is taken to be assigned completely at random.",)
         if solver == "sinkhorn" and not self.sorts:
             self.notes += (
-                "Entropic plans cost more than the cheapest one; their values, extrapolated to zero entropy, approximate "
-                "bounds that are a little too narrow.",
+                "Values of entropic plans, extrapolated to zero entropy, approximate those of the cheapest plan: bounds may "
+                "come out a little too wide or too narrow.",
             )
         self.samples = self._draw_samples(max_points, numpy_generator(random_state))
 
@@ -385,7 +385,7 @@ class _Analysis:
             np.mean([getattr(run, name) for run in runs], axis=0)
             for name in ("means", "mismatch", "duals", "blind", "limits")
         )
-        low, high = np.argmax(duals[..., 0], axis=1)
+        low, high = np.argmax(duals[..., 0] - _CAUTION * duals[..., 1], axis=1)
         value = self.estimand.value
         dual, error = 2 * [None], 2 * [None]
         if len(etas) > 1:
@@ -430,25 +430,31 @@ class _Analysis:
             total += sparse.csr_array((plan.data, (rows[plan.row], columns[plan.col])), shape=shape)
         return total / len(self.samples)
 
-    def _check_sizes(self) -> None:
-        """Folds need units."""
+    def _smallest_arm(self) -> int:
+        """Units that an arm needs: folds say nothing with fewer, and folds of folds still less."""
         n, m = len(self.trial.a), len(self.trial.b)
-        if (self.etas is None or len(self.etas) > 1) and min(n, m) < _SMALLEST_ARM:
-            raise InputError(
-                f"Choosing eta takes at least {_SMALLEST_ARM} units in each arm; got {n} and {m}. Pass one number as eta."
-            )
-        if self.confidence is not None and min(n, m) < 2 * _SMALLEST_ARM:
-            raise InputError(f"confidence takes at least {2 * _SMALLEST_ARM} units in each arm; got {n} and {m}.")
+        if self.confidence is not None:
+            if min(n, m) < 2 * _SMALLEST_ARM:
+                raise InputError(f"confidence takes at least {2 * _SMALLEST_ARM} units in each arm; got {n} and {m}.")
+            return 2 * _SMALLEST_ARM
+        if self.etas is None or len(self.etas) > 1:
+            if min(n, m) < _SMALLEST_ARM:
+                raise InputError(
+                    f"Choosing eta takes at least {_SMALLEST_ARM} units in each arm; got {n} and {m}. Pass one number as "
+                    "eta."
+                )
+            return _SMALLEST_ARM
+        return 1
 
     def _draw_samples(self, max_points: int | None, rng: np.random.Generator) -> list[tuple[np.ndarray, np.ndarray]]:
         """The units to solve for, in an order whose halves are folds: all of them, or a few random subsamples."""
-        n, m = len(self.trial.a), len(self.trial.b)
+        n, m, smallest = len(self.trial.a), len(self.trial.b), self._smallest_arm()
         if max_points is None or n * m <= max_points**2 or self.sorts:
-            if self.confidence is None and self.etas is not None and len(self.etas) == 1:
+            if smallest == 1:  # no folds
                 return [(np.arange(n), np.arange(m))]
             return [(rng.permutation(n), rng.permutation(m))]
         share = max_points / np.sqrt(n * m)
-        sizes = max(1, int(share * n)), max(1, int(share * m))
+        sizes = max(smallest, int(share * n)), max(smallest, int(share * m))
         said = f"{_REPEATS} subsamples of {sizes[0]} of {n} control and {sizes[1]} of {m} treated units"
         warnings.warn(
             f"{n} by {m} units are more than max_points={max_points} squared: bounds are averages over {said}.",
@@ -481,7 +487,9 @@ class _Analysis:
                 path[side, i] = (blind[side] if eta == 0 else transport.solve(eta, sign=sign))[:2]
         duals, limits = np.zeros((2, len(etas), 2)), np.zeros(2)
         if len(etas) > 1:
-            duals = np.array([[cross_fitted_dual(problem, eta, sign=sign) for eta in etas] for sign in _SIDES])
+            for side, sign in enumerate(_SIDES):
+                for i, eta in enumerate(track(etas, "dual values")):
+                    duals[side, i] = cross_fitted_dual(problem, eta, sign=sign)
         if self.confidence is not None:
             limits = np.array([self._limit(problem, etas, self.confidence, sign) for sign in _SIDES])
         return _Run(etas, path[..., 0], path[..., 1], duals, np.array([solved.value for solved in blind]), limits)

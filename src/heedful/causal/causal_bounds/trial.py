@@ -158,6 +158,7 @@ def _read_covariates(covariates, n: int, scale: str | None, stacklevel: int) -> 
         )
     numbers = numbers[:, ~constant]
     if scale is not None and numbers.shape[1]:
+        numbers = numbers / np.abs(numbers).max(axis=0)  # so that no square overflows or vanishes
         numbers = (numbers - numbers.mean(axis=0)) / numbers.std(axis=0)
     if scale == "mahalanobis" and numbers.shape[1]:
         values, vectors = np.linalg.eigh(numbers.T @ numbers / n)

@@ -30,7 +30,6 @@ from heedful.unlearn.system_aware_unlearning.selection import (
     grow_selection,
     len_of,
     moments,
-    require_few_columns,
     require_selection_settings,
     squared_norms,
 )
@@ -238,6 +237,11 @@ class CoreSetClassifier(ClassifierMixin, BaseEstimator):
             again = twin._select(core.X, None, self.threshold_ * (1 - 1e-9)) if len(core) else core.codes
         if len(again) < len(core):
             findings.append(f"Selection would keep {len(again)} of the {len(core)} stored samples.")
+        owner = getattr(getattr(self, "_metadata_request", None), "owner", self)
+        if owner is not self and hasattr(owner, "_core"):
+            findings.append(
+                "_metadata_request holds another fitted model, of which scikit-learn's clone made this one."
+            )
         if strict and self.horizon is None:
             findings.append("horizon was not declared: the threshold tells how many samples fit was given.")
         return AuditReport(not findings, not differing, deviation, self.state_digest(), tuple(findings))
@@ -351,7 +355,6 @@ class CoreSetClassifier(ClassifierMixin, BaseEstimator):
 
     def _select(self, X, core: Core | None, threshold: float) -> np.ndarray:
         """Numbers of the rows of X to keep beside the core."""
-        require_few_columns(X)
         if core is None or not len(core):
             A = self.ridge * np.eye(self._rows(X[:1]).shape[1])
         else:
@@ -392,7 +395,7 @@ class CoreSetClassifier(ClassifierMixin, BaseEstimator):
 
     def _public(self) -> dict[str, Any]:
         """What may be known: parameters, T, the class list, and what the columns are."""
-        given = {name: value for name, value in self.get_params(deep=False).items() if name != "horizon"}
+        given = {name: _plain(value) for name, value in self.get_params(deep=False).items() if name != "horizon"}
         names = getattr(self, "feature_names_in_", None)
         return given | {
             "horizon": self.horizon_,

@@ -113,7 +113,7 @@ def checked_rows(estimator, X, *, accept_sparse: bool = True):
     """X in float64, like that of ``fit``; scikit-learn's checks, heedful's errors."""
     settings = {"accept_sparse": "csr" if accept_sparse else False, "dtype": np.float64}
     try:
-        return validate_data(estimator, X, reset=False, **settings)
+        return _summed(validate_data(estimator, X, reset=False, **settings))
     except ValueError as error:
         raise InputError(str(error)) from error
 
@@ -126,7 +126,15 @@ def checked_data(estimator, X, y, *, reset: bool, accept_sparse: bool = True):
         check_classification_targets(y)
     except ValueError as error:
         raise InputError(str(error)) from error
-    return X, y
+    return _summed(X), y
+
+
+def _summed(X):
+    """Sparse matrices without entries that are stored in parts, whose squares would be wrong."""
+    if sparse.issparse(X) and not X.has_canonical_format:
+        X = X.copy()
+        X.sum_duplicates()
+    return X
 
 
 def known_classes(y: np.ndarray, classes: Any) -> np.ndarray:
@@ -140,12 +148,11 @@ def known_classes(y: np.ndarray, classes: Any) -> np.ndarray:
 
 def class_codes(y: np.ndarray, classes: np.ndarray) -> np.ndarray:
     """Number of each label in ``classes``; −1 where it is none of them."""
-    if y.dtype.kind != classes.dtype.kind and "U" in (y.dtype.kind, classes.dtype.kind):
-        y, classes = y.astype(object), classes.astype(object)
-        number = {name: place for place, name in enumerate(classes.tolist())}
-        return np.array([number.get(label, -1) for label in y.tolist()], dtype=np.int64)
-    places = np.searchsorted(classes, y).clip(max=len(classes) - 1)
-    return np.where(classes[places] == y, places, -1).astype(np.int64)
+    if y.dtype.kind in "biuf" and classes.dtype.kind in "biuf":
+        places = np.searchsorted(classes, y).clip(max=len(classes) - 1)
+        return np.where(classes[places] == y, places, -1).astype(np.int64)
+    number = {name: place for place, name in enumerate(classes.tolist())}
+    return np.array([number.get(label, -1) for label in y.tolist()], dtype=np.int64)
 
 
 def require_known(codes: np.ndarray, y: np.ndarray, classes: np.ndarray) -> np.ndarray:

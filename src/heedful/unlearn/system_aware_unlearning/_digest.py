@@ -12,6 +12,8 @@ from typing import Any
 
 import numpy as np
 from scipy import sparse
+from sklearn.utils._metadata_requests import MethodMetadataRequest
+from sklearn.utils.metadata_routing import MetadataRequest
 
 
 def digest_of(value: Any) -> str:
@@ -56,6 +58,8 @@ def _pieces(value: Any, seen: dict[int, tuple[int, Any]]) -> Iterator[bytes]:
     else:
         made_by, arguments, *rest = value.__reduce_ex__(2)
         state, items, pairs = (*rest, None, None, None)[:3]
+        if isinstance(value, (MetadataRequest, MethodMetadataRequest)):  # whose they are is whoever holds them
+            state = {name: part for name, part in vars(value).items() if name != "owner"}
         for part in (made_by, arguments, state, list(items or ()), dict(pairs or ())):
             yield from _pieces(part, seen)
 

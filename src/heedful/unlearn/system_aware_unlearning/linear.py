@@ -5,13 +5,13 @@ from typing import Any
 
 import numpy as np
 from jaxtyping import Float
-from scipy.linalg import cho_factor, cho_solve
+from scipy.linalg import cho_solve
 
 from heedful._validation import require_choice, require_number
 from heedful.unlearn.system_aware_unlearning._base import SavedCoreSetClassifier
 from heedful.unlearn.system_aware_unlearning._core import Core
 from heedful.unlearn.system_aware_unlearning._data import checked_rows
-from heedful.unlearn.system_aware_unlearning.selection import divisors, moments, squared_norms
+from heedful.unlearn.system_aware_unlearning.selection import cholesky_factor, divisors, moments, squared_norms
 
 _DEFINITE = 1e-8  # 1 − zᵀA⁻¹z below which removing z would lose A⁻¹'s digits
 
@@ -133,7 +133,7 @@ class SelectiveSamplingClassifier(SavedCoreSetClassifier):
 
     def _learn(self, core: Core) -> dict[str, Any]:
         A, B = moments(core.X, self._targets(core.codes), self._rows, ridge=self.ridge)
-        factor = cho_factor(A, lower=True)
+        factor = cholesky_factor(A), True
         downdated = None
         if self.update == "downdate":
             downdated = _Downdated(cho_solve(factor, np.eye(len(A))).copy(), B, 0)

@@ -14,13 +14,13 @@ from typing import Any, Literal
 import numpy as np
 from jaxtyping import Float, Int
 from scipy import sparse
-from scipy.linalg import cholesky
+from scipy.linalg import LinAlgError, cholesky
 from scipy.linalg.blas import dtrmm
 from scipy.linalg.lapack import dtrtri
 from sklearn.utils import check_array
 
 from heedful._validation import require_number
-from heedful.errors import InputError, ParameterError
+from heedful.errors import ConvergenceError, InputError, ParameterError
 
 Normalize = Literal["sample", "unit"] | None
 MAX_SPARSE_FEATURES = 5000
@@ -99,7 +99,7 @@ def grow_selection(
     for start in range(0, n_rows, block):
         Z = features(slice(start, start + block))
         if whiten is None:  # L⁻¹: eigenvalues of A are at least λ, and a product is twice as fast as a solve
-            whiten = dtrtri(np.asfortranarray(cholesky(A, lower=True)), lower=1, overwrite_c=1)[0]
+            whiten = dtrtri(np.asfortranarray(cholesky_factor(A)), lower=1, overwrite_c=1)[0]
         V = dtrmm(1.0, whiten, Z.T, lower=1).T
         leverage = np.einsum("ij,ij->i", V, V)
         places = np.flatnonzero(leverage > threshold)
@@ -134,6 +134,17 @@ def moments(
         A += Z.T @ Z
         B += Z.T @ targets[start : start + _DENSE_BLOCK]
     return A, B
+
+
+def cholesky_factor(A: Float[np.ndarray, "d d"]) -> Float[np.ndarray, "d d"]:
+    """L with A = L Lᵀ, lower triangular."""
+    try:
+        return cholesky(A, lower=True)
+    except LinAlgError as error:
+        raise ConvergenceError(
+            "ridge is so small beside the norms of the samples that it is lost to rounding, and A = ridge·I + Σ z zᵀ has no "
+            "Cholesky factor. Choose a larger ridge, or normalize the samples."
+        ) from error
 
 
 def core_size_estimate(n_features: int, horizon: int, kappa: float) -> float:
@@ -190,6 +201,7 @@ def divisors(squares: Float[np.ndarray, " n"], *, fit_intercept: bool, normalize
 
 def feature_rows(X, *, fit_intercept: bool, normalize: Normalize) -> Float[np.ndarray, "n d"]:
     """Rows as they are learned from: dense, with the constant, divided by their divisor."""
+    require_few_columns(X)
     by = divisors(squared_norms(X), fit_intercept=fit_intercept, normalize=normalize)
     Z = dense(X)
     if fit_intercept:

@@ -222,19 +222,18 @@ class SISAClassifier(MetaEstimatorMixin, ClassifierMixin, BaseEstimator):
         """A shard whose first models are ``checkpoints`` and whose others are trained."""
         models = list(checkpoints)
         for r in range(len(models), len(ends)):
-            before, at = (models[-1], ends[r - 1]) if r else (None, 0)
-            y = self.classes_[data.codes[: ends[r]]]
-            if ends[r] == at:  # an empty slice
-                models.append(before)
-            elif before is None or not np.array_equal(
-                before.classes_, np.unique(y)
-            ):  # one that knew fewer classes is no start
-                models.append(fit_member(self.estimator, data.X[: ends[r]], y))
-            elif isinstance(before, DummyClassifier):
-                models.append(before)
-            else:
-                models.append(copy.deepcopy(before).set_params(warm_start=True).fit(data.X[: ends[r]], y))
+            before, start = (models[-1], ends[r - 1]) if r else (None, 0)
+            models.append(before if ends[r] == start else self._go_on(before, data, ends[r]))
         return _Shard(data, ends, tuple(models))
+
+    def _go_on(self, before: Any, data: Core, end: int) -> Any:
+        """A model of the first ``end`` samples, from the checkpoint before it if that knows the same classes."""
+        X, y = data.X[:end], self.classes_[data.codes[:end]]
+        if before is None or not np.array_equal(before.classes_, np.unique(y)):
+            return fit_member(self.estimator, X, y)
+        if isinstance(before, DummyClassifier):  # still one class
+            return before
+        return copy.deepcopy(before).set_params(warm_start=True).fit(X, y)
 
     def _forget(self, gone: list[list[int]], requested: int, start: float) -> UnlearnReport:
         shards = list(self.shards_)
