@@ -2,7 +2,10 @@ import dataclasses
 import hashlib
 import json
 import os
+import pathlib
 import struct
+import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -14,7 +17,7 @@ from hypothesis import strategies as st
 from hypothesis.extra.numpy import array_shapes, arrays
 
 import heedful
-from heedful._files import Saved, digest_file, load_arrays, save_arrays, write_atomic
+from heedful._files import Saved, digest_file, leftovers, load_arrays, save_arrays, write_atomic
 from heedful.calibrate import TemperatureCalibrator
 from heedful.errors import FileFormatError, InputError
 
@@ -172,6 +175,34 @@ def test_files_of_others_and_of_the_future_say_so(tmp_path):
     safetensors.numpy.save_file({}, path, metadata={"heedful": '{"format": 7}'})
     with pytest.raises(FileFormatError, match=r"has format 7; this heedful reads up to 1\. Update heedful\.$"):
         load_arrays(path)
+    safetensors.numpy.save_file({}, path, metadata={"heedful": '{"format": 1}', "log": "", "author": ""})
+    with pytest.raises(FileFormatError, match=r"has metadata that heedful did not write: author, log\. Give the file"):
+        load_arrays(path)
+
+
+def test_a_full_disk_is_an_os_error_and_leaves_nothing(tmp_path, monkeypatch):
+    def full(*arguments):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(pathlib.Path, "write_bytes", full)
+    with pytest.raises(OSError, match="No space left"):
+        save_arrays(tmp_path / "x.safetensors", {"a": np.ones(1)}, {})
+    assert not list(tmp_path.iterdir())
+
+
+def test_what_a_killed_process_leaves_is_found_by_the_name_of_its_file(tmp_path):
+    path, link = tmp_path / "model [1].safetensors", tmp_path / "link.safetensors"
+    kill = "import sys, os, pathlib, numpy, heedful._files as files; write = pathlib.Path.write_bytes;" + (
+        "pathlib.Path.write_bytes = lambda *given: (write(*given), os.kill(os.getpid(), 9));"
+        "files.save_arrays(sys.argv[1], {'a': numpy.ones(9)}, {})"
+    )
+    subprocess.run([sys.executable, "-c", kill, path])
+    (left,) = tmp_path.iterdir()
+    others = [".model [1]-0123456789abcdef.csv", ".model [1]-copy.safetensors", ".model-0123456789abcdef.safetensors"]
+    for name in others:
+        (tmp_path / name).touch()
+    link.symlink_to(path)
+    assert leftovers(path) == leftovers(link) == [left]
 
 
 def test_a_block_that_fails_leaves_the_old_file_and_nothing_else(tmp_path):

@@ -10,6 +10,7 @@ import hashlib
 import importlib
 import json
 import os
+import re
 import secrets
 import stat
 from collections.abc import Iterator, Mapping
@@ -18,7 +19,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 from safetensors import SafetensorError, safe_open
-from safetensors.numpy import save_file
+from safetensors.numpy import save
 
 from heedful.catalog import methods
 from heedful.errors import FileFormatError, InputError
@@ -33,7 +34,8 @@ def write_atomic(path: str | os.PathLike, *, overwrite: bool = True) -> Iterator
     """A temporary path beside ``path``; it takes the place of ``path`` when the block ends without an exception.
 
     The contents are flushed to the disk before the rename, so a crash leaves the old file or the new one. The temporary
-    file is removed if the block fails. A file that is replaced passes its permissions on.
+    file is removed if the block fails; after a crash ``leftovers`` finds it. A file that is replaced passes its
+    permissions on.
 
     Raises
     ------
@@ -64,6 +66,13 @@ def write_atomic(path: str | os.PathLike, *, overwrite: bool = True) -> Iterator
         temporary.unlink(missing_ok=True)
 
 
+def leftovers(path: str | os.PathLike) -> list[Path]:
+    """Temporary files of ``path`` that killed processes left; one that is being written this moment looks alike."""
+    path = Path(os.path.realpath(path))
+    name = re.compile(rf"\.{re.escape(path.stem[:64])}-[0-9a-f]{{16}}{re.escape(path.suffix)}")
+    return [beside for beside in path.parent.iterdir() if name.fullmatch(beside.name)]
+
+
 def digest_file(path: str | os.PathLike) -> str:
     """SHA-256 of the contents, as 64 hexadecimal digits."""
     with open(path, "rb") as file:
@@ -88,11 +97,9 @@ def save_arrays(path: str | os.PathLike, arrays: Mapping[str, np.ndarray], meta:
                 "floats of at most 64 bits, and text in the metadata."
             )
     text = json.dumps({**meta, "format": _FORMAT}, sort_keys=True)
+    content = save(plain, metadata={"heedful": text})
     with write_atomic(path) as temporary:
-        try:
-            save_file(plain, temporary, metadata={"heedful": text})
-        except SafetensorError as error:
-            raise OSError(f"{os.fspath(path)} could not be written: {error}.") from error
+        temporary.write_bytes(content)  # save_file goes by a name of its own, where nobody finds what a kill left
 
 
 def load_arrays(path: str | os.PathLike) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
@@ -108,10 +115,15 @@ def load_arrays(path: str | os.PathLike) -> tuple[dict[str, np.ndarray], dict[st
         raise FileNotFoundError(f"{path} does not exist or is not a file.")
     try:
         with safe_open(path, framework="numpy") as file:
-            meta = json.loads((file.metadata() or {}).get("heedful", "null"))
+            header = file.metadata() or {}
+            meta = json.loads(header.get("heedful", "null"))
             if not isinstance(meta, dict) or not isinstance(meta.get("format"), int):
                 raise FileFormatError(
                     f"{path} was not written by heedful: its metadata are missing. Give a file saved by heedful."
+                )
+            if others := sorted(header.keys() - {"heedful"}):
+                raise FileFormatError(
+                    f"{path} has metadata that heedful did not write: {', '.join(others)}. Give the file as it was saved."
                 )
             if meta["format"] > _FORMAT:
                 raise FileFormatError(
@@ -156,6 +168,8 @@ class Saved:
             )
         try:
             return cls._from_saved(arrays, meta)
+        except FileFormatError as error:
+            raise FileFormatError(f"{os.fspath(path)}: {error}") from error
         except (LookupError, TypeError, ValueError, AttributeError) as error:
             raise FileFormatError(
                 f"{os.fspath(path)} lacks or garbles a part of a {cls.__name__}: {error!r}."

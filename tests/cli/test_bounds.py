@@ -151,6 +151,8 @@ def test_several_outcomes_are_bounded_together(table):
         ),
         (["--plot", "x.html", "--covariates", "z", "--eta", "2"], {}, ParameterError, "or several numbers > 0"),
         (["--plot", "x.html", "--covariates", "z", "--eta", "0,2,inf"], {}, ParameterError, "or several numbers > 0"),
+        (["--plot", "x.png", "--covariates", "z"], {}, ParameterError, r"whose name ends in \.html; got x\.png"),
+        (["--plot", "x.html", "--covariates", "z"], {"outcome": "e"}, InputError, "outcomes or covariates do not vary"),
     ],
 )
 def test_wrong_requests_are_refused(table, arguments, columns, error, message):

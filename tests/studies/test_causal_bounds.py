@@ -48,10 +48,13 @@ def test_arm_returns_the_metrics_of_the_task_and_repeats(arm, kind):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_transport_is_never_wider_than_blind_and_matching_never_wider_than_transport(kind):
-    width = {arm: run(arm, kind).metrics["width_ratio"] for arm in ("blind", "ip_auto", "ip_fixed", "matching")}
+    width = {
+        arm: run(arm, kind).metrics["width_ratio"]
+        for arm in ("blind", "causal_bounds", "causal_bounds_fixed", "matching")
+    }
     assert width["blind"] == 1
-    assert width["ip_auto"] <= 1 + 1e-9
-    assert width["matching"] <= width["ip_fixed"] + 1e-9 <= 1 + 2e-9
+    assert width["causal_bounds"] <= 1 + 1e-9
+    assert width["matching"] <= width["causal_bounds_fixed"] + 1e-9 <= 1 + 2e-9
 
 
 def test_a_telling_covariate_tightens_every_arm_that_sees_it():
@@ -60,7 +63,7 @@ def test_a_telling_covariate_tightens_every_arm_that_sees_it():
 
 
 def test_the_interval_is_drawn_against_the_price():
-    curve = run("ip_auto", "linear").curves["interval against eta"]
+    curve = run("causal_bounds", "linear").curves["interval against eta"]
     price, lower, upper = np.array(curve).T
     assert (price > 0).all()
     assert (np.diff(lower) > -1e-9).all()
@@ -202,7 +205,7 @@ def test_real_trials_name_covariates_that_they_have(monkeypatch):
 def test_a_trial_of_ones_own_takes_the_place_of_the_shipped_ones():
     own = study.with_task("own", Task(lambda *, split, seed: build("observed", split=split, seed=seed)))
     assert [metric.name for metric in own.metrics] == ["width_ratio"]
-    outcome = own.arms["ip_fixed"].run(own.build_task("own", split="test", seed=0), budget=BUDGET, seed=0)
+    outcome = own.arms["causal_bounds_fixed"].run(own.build_task("own", split="test", seed=0), budget=BUDGET, seed=0)
     assert set(outcome.metrics) == {"width_ratio"}
     with pytest.raises(InputError, match=r"(?s)must build an object with trial; .*class TrialTask"):
         study.with_task("own", Task(lambda *, split, seed: object())).build_task("own", split="test", seed=0)

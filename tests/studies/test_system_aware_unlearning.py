@@ -19,10 +19,12 @@ TIMES = {"deletion_seconds", "fit_seconds"}
 
 
 def build(*, split, seed):
+    """A quarter of the labels is wrong, so that each deletion moves the accuracy."""
     test = synthetic.margin(200, 8, random_state=0)
     own = synthetic.margin(500, 8, direction=test.direction, random_state=seed + 1)
-    scored = (own.X[400:], own.y[400:]) if split == "validation" else (test.X, test.y)
-    return Requests(own.X[:400], own.y[:400], deletion_batches(np.zeros(400), seed=seed), *scored)
+    y = own.y * np.random.default_rng(seed).choice([1, 1, 1, -1], 500)
+    scored = (own.X[400:], y[400:]) if split == "validation" else (test.X, test.y)
+    return Requests(own.X[:400], y[:400], deletion_batches(np.zeros(400), seed=seed), *scored)
 
 
 @pytest.fixture(autouse=True)
@@ -58,6 +60,7 @@ def test_retraining_equals_ridge_regression_on_the_rows_that_remain():
             100 * RidgeClassifier(1.0).fit(task.X[remain], task.y[remain]).score(task.X_score, task.y_score)
         )
     (course,) = outcome.curves.values()
+    assert len(set(expected)) > 5
     assert [value for _, value in course] == pytest.approx(expected)
     assert outcome.metrics["last_accuracy"] == pytest.approx(expected[-1])
     assert outcome.metrics["accuracy"] == pytest.approx((sum(expected) - (expected[0] + expected[-1]) / 2) / BATCHES)
@@ -74,6 +77,27 @@ def test_both_cores_are_of_one_size_and_only_sisa_and_retraining_store_everythin
         assert heeded.metrics["stored"] == heeded.costs["stored_rows"] / 4
     for arm in ("sisa", "retrain"):
         assert study.arms[arm].run(task, budget=BUDGET, seed=2, ridge=1.0).metrics["stored"] == 100
+
+
+def test_the_blind_core_is_drawn_anew_with_every_seed(monkeypatch):
+    drawn, forget = [], module._forget
+    monkeypatch.setattr(module, "_forget", lambda *given: drawn.append(set(given[2])) or forget(*given))
+    task = build(split="test", seed=0)
+    for seed in (0, 0, 1):
+        study.arms["random_core"].run(task, budget=BUDGET, seed=seed, kappa=0.2)
+    assert drawn[0] == drawn[1] != drawn[2]
+    assert len(drawn[0]) == len(drawn[2]) > max(len(rows & set(range(len(rows)))) for rows in drawn)
+
+
+def test_patients_who_give_the_scale_are_neither_learned_from_nor_scored():
+    table = data.load("breast_cancer")
+    tasks = [study.build_task("breast_cancer_uniform", split=split, seed=0) for split in ("validation", "test")]
+    used = {row.tobytes() for task in tasks for X in (task.X, task.X_score) for row in X}
+    assert len(used) == len(table.y) - 69
+    public = np.random.default_rng(0).permutation(len(table.y))[:69]
+    scaled = (table.X - table.X[public].mean(axis=0)) / table.X[public].std(axis=0)
+    unit = scaled / np.linalg.norm(scaled, axis=1, keepdims=True)
+    assert used == {row.tobytes() for row in np.delete(unit, public, axis=0)}
 
 
 def test_batches_delete_two_fifths_lower_ranks_first():

@@ -28,7 +28,7 @@ def test_two_axes_are_univariate_cases():
     np.testing.assert_array_equal(series.cases, X[:, None])
     assert series.lengths.tolist() == [7] * 4
     assert series.equal_length
-    assert series.mask.all()
+    assert series.n_channels == 1
 
 
 def test_three_axes_are_taken_as_they_are_without_a_copy_and_protected():
@@ -41,23 +41,23 @@ def test_three_axes_are_taken_as_they_are_without_a_copy_and_protected():
 
 
 @pytest.mark.parametrize("make", [list, tuple, lambda cases: np.array([*cases, None], dtype=object)[:-1]], ids=str)
-def test_shorter_cases_stand_at_the_right_behind_zeros(make):
+def test_cases_of_different_lengths_stay_as_they_are(make):
     cases = [draw(2, 5) + 9, draw(2, 3) + 9, draw(2, 4) + 9]
     before = [case.copy() for case in cases]
     series = as_series(make(cases))
-    assert series.cases.shape == (3, 2, 5)
     assert series.lengths.tolist() == [5, 3, 4]
     assert not series.equal_length
-    assert series.mask.sum(axis=1).tolist() == [5, 3, 4]
-    for i, case in enumerate(before):
-        np.testing.assert_array_equal(cases[i], case)  # input is never modified
-        np.testing.assert_array_equal(series.cases[i][:, series.mask[i]], case)
-        assert (series.cases[i][:, ~series.mask[i]] == 0).all()
+    assert series.n_channels == 2
+    for mine, case, copy in zip(cases, series.cases, before, strict=True):
+        np.testing.assert_array_equal(case, copy)
+        assert np.shares_memory(mine, case)  # however long another one is
+        with pytest.raises(ValueError, match="read-only"):
+            case[0, 0] = 1
 
 
 def test_vectors_of_different_lengths_are_univariate_cases():
     series = as_series([[1, 2, 3, 4], [5, 6, 7]])
-    np.testing.assert_array_equal(series.cases, [[[1, 2, 3, 4]], [[0, 5, 6, 7]]])
+    assert [case.tolist() for case in series.cases] == [[[1, 2, 3, 4]], [[5, 6, 7]]]
 
 
 @given(n=st.integers(1, 5), d=st.integers(1, 3), length=st.integers(3, 9), dtype=st.sampled_from("fdilB"))
@@ -73,6 +73,9 @@ def test_frames_and_object_arrays_of_numbers_are_arrays():
     X = draw(4, 5)
     for given_ in (pd.DataFrame(X), X.astype(object), X.tolist()):
         np.testing.assert_array_equal(as_series(given_).cases[:, 0], X)
+    column = pd.Series(list(X))  # a series in each cell
+    np.testing.assert_array_equal(as_series(column).cases[:, 0], X)
+    assert as_series(pd.Series([X[0], X[1, :4]])).lengths.tolist() == [5, 4]
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
@@ -152,7 +155,7 @@ class Means(TransformerMixin, BaseEstimator):
 
     def transform(self, X):
         series = validate_series(self, X, reset=False, min_length=2)
-        return series.cases.sum(axis=2) / series.lengths[:, None]
+        return np.stack([case.mean(axis=1) for case in series.cases])
 
 
 def test_estimators_built_on_it_pass_scikit_learns_checks():

@@ -76,6 +76,8 @@ def bounds(
             raise ParameterError(
                 "--plot draws bounds against η: it needs --covariates, and --eta auto or several numbers > 0."
             )
+        if plot.suffix.lower() not in (".html", ".htm"):
+            raise ParameterError(f"--plot writes a page, whose name ends in .html; got {plot}.")
         refuse_existing(plot, overwrite=overwrite)
     frame = read_table(table)
     from heedful.causal import covariate_bounds
@@ -225,6 +227,8 @@ def _figure(found: "Bounds") -> Any:
 
     path = np.column_stack([found.path[name] for name in ("eta", "lower", "upper")])
     path = path[(path[:, 0] > 0) & np.isfinite(path[:, 0])]
+    if not len(path):
+        raise InputError("--plot has nothing to draw: outcomes or covariates do not vary, and no η changes the bounds.")
     x, blind = Axis.over(path[:, 0], log=True), [found.lower_blind, found.upper_blind]
     y = Axis.over([*path[:, 1:].ravel(), *blind])
 

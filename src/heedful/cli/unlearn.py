@@ -2,7 +2,6 @@
 
 import contextlib
 import json
-import re
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -63,6 +62,8 @@ def fit(
     from heedful.unlearn import SelectiveSamplingClassifier
 
     _check_target(save, overwrite=overwrite)
+    if label == id_column:
+        raise InputError(f"--label and --id both name {label!r}, and the list of classes is public. Give two columns.")
     frame = read_table(table, text=(label, id_column))
     y, ids = _text(frame, label, path=table, what="class"), _ids(frame, id_column, path=table)
     wanted = None if features is None else [name.strip() for name in features.split(",")]
@@ -226,12 +227,12 @@ def _locked(path: Path):
     """
     from filelock import FileLock
 
+    from heedful._files import leftovers
+
     path = path.resolve()
-    unfinished = re.compile(rf"\.{re.escape(path.stem[:64])}-[0-9a-f]{{16}}{re.escape(path.suffix)}")
     with FileLock(path.with_name(f".{path.name}.lock")):
-        for beside in list(path.parent.iterdir()):
-            if unfinished.fullmatch(beside.name):
-                beside.unlink(missing_ok=True)
+        for copy in leftovers(path):
+            copy.unlink(missing_ok=True)
         yield
 
 

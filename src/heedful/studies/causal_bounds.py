@@ -165,12 +165,12 @@ def strata(task: TrialTask, *, budget: Budget, seed: int) -> Outcome:
     return _interval(task, budget, bound)
 
 
-def ip_auto(task: TrialTask, *, budget: Budget, seed: int) -> Outcome:
+def causal_bounds(task: TrialTask, *, budget: Budget, seed: int) -> Outcome:
     """Transport at the price that the cross-fitted dual value chooses."""
     return _interval(task, budget, lambda trial: _priced(trial, eta="auto", random_state=seed))
 
 
-def ip_fixed(task: TrialTask, *, budget: Budget, seed: int) -> Outcome:
+def causal_bounds_fixed(task: TrialTask, *, budget: Budget, seed: int) -> Outcome:
     """Transport at one price for all trials."""
     return _interval(task, budget, lambda trial: _priced(trial, eta=20.0))
 
@@ -317,10 +317,10 @@ study = Study(
     arms={
         "blind": Arm(blind, untuned="outcomes alone leave nothing to choose"),
         "strata": Arm(strata, untuned=f"cells are cut at medians while each keeps about {CELL} units an arm"),
-        "ip_auto": Arm(
-            ip_auto, untuned="its dual value on other folds of the same trial chooses the price", aware=True
+        "causal_bounds": Arm(
+            causal_bounds, untuned="its dual value on other folds of the same trial chooses the price", aware=True
         ),
-        "ip_fixed": Arm(ip_fixed, untuned="the price is 20 everywhere", aware=True),
+        "causal_bounds_fixed": Arm(causal_bounds_fixed, untuned="the price is 20 everywhere", aware=True),
         "matching": Arm(matching, untuned="the price is infinite"),
         "dual_ridge": Arm(dual_ridge, untuned="cross-validation on the same trial chooses the penalty"),
         "dual_knn": Arm(dual_knn, untuned="leave-one-out errors on the same trial choose the number of neighbours"),
@@ -334,16 +334,16 @@ study = Study(
         Metric("coverage", "%", better="higher", tasks=_TRUE),
     ],
     claims=[
-        Claim("ip_auto", beats="blind", on="error", tasks=_SIMULATED),
-        Claim("ip_auto", beats="dual_ridge", on="error", tasks=("square", "scale")),
+        Claim("causal_bounds", beats="blind", on="error", tasks=_SIMULATED),
+        Claim("causal_bounds", beats="dual_ridge", on="error", tasks=("square", "scale")),
         # Over tasks: where the bound never lies above V_c, seeds have no variance to test with.
-        Claim("ip_auto", beats="blind", on="overshoot", margin=0.05, tasks=_SIMULATED, pairs="tasks"),
-        Claim("ip_auto", beats="blind", on="interval_score", tasks=("acic",)),
-        Claim("ip_auto", beats="blind", on="width_ratio", tasks=_REAL),
-        Claim("ip_fixed", beats="dual_ridge", on="error", exploratory=True, tasks=("square", "scale")),
-        Claim("ip_auto", beats="strata", on="error", exploratory=True, tasks=_SIMULATED),
-        Claim("ip_auto", beats="dual_knn", on="error", exploratory=True, tasks=_SIMULATED),
-        Claim("ip_auto", beats="matching", on="overshoot", exploratory=True, tasks=_SIMULATED),
+        Claim("causal_bounds", beats="blind", on="overshoot", margin=0.05, tasks=_SIMULATED, pairs="tasks"),
+        Claim("causal_bounds", beats="blind", on="interval_score", tasks=("acic",)),
+        Claim("causal_bounds", beats="blind", on="width_ratio", tasks=_REAL),
+        Claim("causal_bounds_fixed", beats="dual_ridge", on="error", exploratory=True, tasks=("square", "scale")),
+        Claim("causal_bounds", beats="strata", on="error", exploratory=True, tasks=_SIMULATED),
+        Claim("causal_bounds", beats="dual_knn", on="error", exploratory=True, tasks=_SIMULATED),
+        Claim("causal_bounds", beats="matching", on="overshoot", exploratory=True, tasks=_SIMULATED),
     ],
     budgets={
         "quick": Budget(seeds=20, tasks=("linear", "square", "scale"), units=400),

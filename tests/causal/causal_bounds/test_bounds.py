@@ -14,6 +14,7 @@ from sklearn.utils.estimator_checks import check_estimator
 from heedful import progress
 from heedful.causal import Bounds, CovariateAwareBounds, covariate_bounds
 from heedful.causal.causal_bounds import bounds as module
+from heedful.causal.causal_bounds.duals import Problem
 from heedful.errors import HeedfulWarning, InputError, ParameterError
 from tests.conformance.generators import global_generators_stay
 from tests.conformance.typechecks import as_users_have_it
@@ -391,6 +392,47 @@ def test_a_random_state_settles_the_folds(linear_trial):
 # Confidence
 
 
+def test_limits_stay_in_the_range_of_the_estimand(linear_trial):
+    """Blind bounds of a correlation are near −1 and 1, and limits lie further out."""
+    y, treated, _ = linear_trial(30, 0)
+    intervals = {
+        name: covariate_bounds(y, treated, estimand=name, confidence=0.9999, random_state=0).confidence_interval
+        for name in ("correlation", "prob_harm", "effect_variance")
+    }
+    assert intervals["correlation"] == (-1.0, 1.0)
+    assert intervals["prob_harm"] == (0.0, 1.0)
+    assert intervals["effect_variance"][0] == 0.0
+
+
+def test_the_price_of_a_limit_is_chosen_by_units_that_do_not_evaluate_it(linear_trial, monkeypatch):
+    chosen, evaluated = [], []
+    safest, dual_values = module._safest, module.dual_values
+
+    def noted_choice(problem, *settings):
+        chosen.append({*problem.trial.y0.ravel(), *problem.trial.y1.ravel()})
+        return safest(problem, *settings)
+
+    def noted_value(problem, eta, fit, on, *, sign):
+        units = problem.trial.take(*on)
+        evaluated.append({*units.y0.ravel(), *units.y1.ravel()})
+        return dual_values(problem, eta, fit, on, sign=sign)
+
+    monkeypatch.setattr(module, "_safest", noted_choice)
+    monkeypatch.setattr(module, "dual_values", noted_value)
+    covariate_bounds(*linear_trial(40, 0), eta=[0.0, 3.0, 30.0], confidence=0.9, random_state=0)
+    assert len(chosen) == 4  # two sides in two directions
+    for choice, value in zip(chosen, evaluated, strict=True):
+        assert choice.isdisjoint(value)
+        assert len(choice) == len(value) == 40
+
+
+def test_a_price_with_a_large_error_makes_no_limit(linear_trial, monkeypatch):
+    duals = {0.0: (0.5, 0.1), 3.0: (4.0, 1.0), 30.0: (6.0, 3.0)}
+    monkeypatch.setattr(module, "cross_fitted_dual", lambda problem, eta, *, sign: duals[eta])
+    problem, etas = Problem(None, None, None), np.array([0.0, 3.0, 30.0])
+    assert [module._safest(problem, etas, quantile, 1) for quantile in (0.5, 2.0, 5.0)] == [30.0, 3.0, 0.0]
+
+
 def test_an_interval_contains_both_bounds_and_grows_with_the_confidence(linear_trial):
     y, treated, z = linear_trial(100, 0)
     intervals = [
@@ -467,6 +509,21 @@ def test_beyond_max_points_subsamples_are_averaged_with_a_warning(linear_trial):
         assert covariate_bounds(y, treated, z, **settings).to_dict() == found.to_dict()
 
 
+def test_subsamples_are_drawn_at_random_from_all_units(linear_trial):
+    y, treated, z = linear_trial(60, 0)
+    with pytest.warns(HeedfulWarning, match="5 subsamples of 30 of 60 control"):
+        plans = [
+            CovariateAwareBounds(eta=1.0, max_points=30, random_state=seed)
+            .fit(z[:, None], y, treatment=treated)
+            .plan_lower_
+            for seed in (0, 1)
+        ]
+    for axis in (0, 1):
+        often, other = (np.round(plan.sum(axis=axis) * 5 * 30) for plan in plans)  # in how many subsamples a unit is
+        assert set(often) >= {1, 2, 3, 4}
+        assert not np.array_equal(often, other)
+
+
 def test_subsamples_keep_the_ratio_of_the_arms(linear_trial):
     y, treated, z = linear_trial(90, 0)
     keep = treated | (np.cumsum(~treated) <= 40)
@@ -494,7 +551,7 @@ def test_entropic_bounds_come_with_a_note_and_near_the_exact_ones(linear_trial):
     exact = covariate_bounds(y, treated, z, eta=3.0)
     found = covariate_bounds(y, treated, z, eta=3.0, solver="sinkhorn")
     np.testing.assert_allclose(ends(found), ends(exact), atol=0.2)
-    assert "Entropic plans" in found.notes[-1]
+    assert "entropic plans, extrapolated to zero entropy" in found.notes[-1]
     finer = covariate_bounds(y, treated, z, eta=3.0, solver="sinkhorn", reg=0.05)
     assert np.abs(ends(finer) - ends(exact)).max() < 0.05
 

@@ -134,11 +134,19 @@ def test_the_grid_is_the_papers_and_the_best_point_wins(monkeypatch):
     X, y = cycles(30, length=20)
     grid = {**GRID, "input_scaling": (1.0, 4.0), "spectral_radius": (0.4,), "leak": (0.0, 0.8)}
     monkeypatch.setattr("heedful.timeseries.sarc.classifier._GRID", grid)
+    seen = []
+
+    def spy(estimator, features, *args, **settings):
+        seen.append(features)
+        return cross_val_score(estimator, features, *args, **settings)
+
+    monkeypatch.setattr("heedful.timeseries.sarc.classifier.cross_val_score", spy)
     fitted = small(tune="grid", cv=3).fit(X, y)
     scores = {}
-    for point in itertools.product(*grid.values()):
+    for point, shared in zip(itertools.product(*grid.values()), seen, strict=True):
         settings = dict(zip(grid, point, strict=True))
         features = fitted.transformer_.set_params(**settings).fit(X).transform(X).astype(float)
+        np.testing.assert_array_equal(shared, features)
         ridge = RidgeClassifierCV(alphas=np.logspace(-3, 3, 10))
         scores[point] = cross_val_score(ridge, features, y, cv=StratifiedKFold(3)).mean()
     assert len(set(scores.values())) > 1

@@ -7,6 +7,7 @@ from sklearn.linear_model import Ridge
 from heedful.errors import InputError, ParameterError
 from heedful.timeseries import frequency_reservoir_states, reservoir_readout
 from heedful.timeseries.sarc.reservoir import readouts, recurrent_weights
+from tests.conformance.typechecks import as_users_have_it
 
 
 def draw(n=3, length=40, h=5, periods=(1, 4, 9), seed=0, scale=0.3):
@@ -174,3 +175,15 @@ def test_settings_out_of_range_are_refused():
         reservoir_readout(np.zeros((3, 3, 40, 5)), inputs, [1, 2])
     with pytest.raises(InputError, match="inputs must be float32 or float64; got float16"):
         frequency_reservoir_states(inputs.astype(np.float16), w_seq, w_cyc, periods)
+
+
+def test_shapes_that_do_not_fit_are_told_apart():
+    inputs, w_seq, w_cyc, periods = draw()
+    states = np.zeros((3, 3, 40, 5))
+    with as_users_have_it():
+        for weights in ((w_seq[:4, :4], w_cyc), (w_seq, w_cyc[:, :4, :4]), (w_seq[:4, :4], None)):
+            with pytest.raises(InputError, match=r"inputs are those of 5 units, so w_seq must have shape \(5, 5\)"):
+                frequency_reservoir_states(inputs, *weights, periods)
+        for series in (inputs[:2], inputs[:, :39], inputs[..., 0]):
+            with pytest.raises(InputError, match="states are those of 3 series of 40 points; series has shape"):
+                reservoir_readout(states, series, periods)

@@ -5,6 +5,7 @@ import pandas as pd
 import pytest
 from aeon.datasets import load_classification
 from sklearn.base import clone
+from threadpoolctl import threadpool_info, threadpool_limits
 
 import heedful
 from heedful.errors import FileFormatError, HeedfulWarning, InputError, NotFittedError, ParameterError
@@ -234,6 +235,13 @@ def test_without_normalisation_series_enter_as_they_are():
     np.testing.assert_allclose(fitted.transform(X)[:, -10:], states[:, 0].max(axis=1), rtol=0, atol=1e-12)
 
 
+def test_without_normalisation_a_loud_series_has_a_louder_say_in_the_periods():
+    t = np.arange(60)
+    X = np.stack([np.sin(2 * np.pi * t / 20), 100 * np.sin(2 * np.pi * t / 15)])
+    quiet, loud = (SpectralReservoir(normalize=normalize).fit(X).base_periods_ for normalize in (True, False))
+    assert loud == prominent_periods(X.mean(axis=0)).base != quiet
+
+
 def test_a_constant_channel_is_silence():
     X = waves(channels=2)
     X[1, 0] = 0.1  # whose mean over 60 points is not 0.1
@@ -306,6 +314,46 @@ def test_memory_is_bounded_whatever_the_number_of_cases():
         tracemalloc.stop()
     assert max(peaks) < 4.5 * 2**20  # and the input of a block
     assert abs(peaks[1] - peaks[0]) < 2**19
+
+
+def test_memory_is_bounded_whatever_the_number_of_channels():
+    X = waves(40, length=200, channels=50)
+    fitted = SpectralReservoir(periods=range(1, 40), max_memory=12, random_state=0).fit(X)
+    tracemalloc.start()
+    features = fitted.transform(X)
+    peak = tracemalloc.get_traced_memory()[1] - features.nbytes
+    tracemalloc.stop()
+    assert peak < 12.5 * 2**20
+
+
+def test_jobs_share_the_memory():
+    fitted = SpectralReservoir(periods="all", max_memory=32, random_state=0).fit(waves(length=150))
+    alone = fitted._periods_at_once(150)
+    assert fitted.set_params(n_jobs=2, max_memory=64)._periods_at_once(150) == alone
+
+
+def test_small_products_get_one_thread_each(monkeypatch):
+    """The bits of a product may depend on the threads that share it."""
+    seen = []
+    original = heedful.timeseries.sarc.transformer.readouts
+
+    def spy(*args):
+        seen.extend(library["num_threads"] for library in threadpool_info() if library["user_api"] == "blas")
+        return original(*args)
+
+    monkeypatch.setattr("heedful.timeseries.sarc.transformer.readouts", spy)
+    with threadpool_limits(2, user_api="blas"):
+        SpectralReservoir(random_state=0).fit_transform(waves())
+    assert set(seen) == {1}
+
+
+def test_one_long_series_does_not_make_the_others_as_large():
+    X = [*waves(300, length=50)[:, None], waves(1, length=20000)[:, None][0]]
+    tracemalloc.start()
+    SpectralReservoir(2, periods=[3], random_state=0).fit(X)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 301 * 20000 * 8 / 2
 
 
 def test_progress_is_reported():
@@ -393,7 +441,8 @@ def test_real_series_have_as_many_periods_as_were_found_before(name):
         ({"max_pool": None}, "max_pool must be one of True, False; got None."),
         ({"normalize": "z"}, "normalize must be one of True, False; got 'z'."),
         ({"dtype": "float16"}, "dtype must be one of 'float32', 'float64'; got 'float16'."),
-        ({"max_memory": 0}, "max_memory must be a number > 0; got 0."),
+        ({"max_memory": np.inf}, "max_memory must be a number > 0 and <= .*; got inf."),
+        ({"max_memory": 0}, "max_memory must be a number > 0 and <= .*; got 0."),
         ({"n_jobs": 0}, "n_jobs=0 would do nothing. Give a number of threads, or -1 for all processors."),
         ({"n_jobs": "all"}, "n_jobs must be an int; got 'all'."),
         ({"random_state": -1}, "random_state must be"),

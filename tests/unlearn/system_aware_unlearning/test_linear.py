@@ -372,6 +372,7 @@ def test_before_fit_nothing_can_be_asked():
         ({"ridge": 0}, "ridge must be a number > 0"),
         ({"ridge": -1.0}, "ridge must be a number > 0"),
         ({"horizon": 0}, "horizon must be an int >= 1"),
+        ({"horizon": 10**400}, "horizon must be an int >= 1 and <= "),
         ({"normalize": "l2"}, "normalize must be one of 'sample', 'unit', None; got 'l2'"),
         ({"update": "sometimes"}, "update must be one of 'rebuild', 'downdate'; got 'sometimes'"),
         ({"refresh_every": 0}, "refresh_every must be an int >= 1; got 0"),
@@ -506,3 +507,21 @@ def test_ids_are_routed_as_metadata(draw):
         routed = make_pipeline(FunctionTransformer(), model).fit(X, y, ids=np.arange(300))
     assert routed[-1].core_ids_.tolist() == pipeline[-1].core_ids_.tolist()
     assert routed[-1].audit()
+
+
+def test_classes_are_a_list_of_labels_and_no_wider_than_they_are(draw):
+    X, y = draw(100, 4, 0)
+    wide = SelectiveSamplingClassifier().fit(X, np.array(["no", "yes"], dtype="<U40")[y])
+    assert wide.classes_.dtype == "<U3"
+    for classes in (5, [[0, 1], [2, 3]]):
+        with pytest.raises(InputError, match=r"^classes must be a flat list of labels of one kind"):
+            SelectiveSamplingClassifier().fit(X, y, classes=classes)
+
+
+@pytest.mark.parametrize("normalize", ["sample", "unit", None])
+@pytest.mark.parametrize("layout", [np.asarray, sparse.csr_array])
+def test_samples_beyond_the_range_of_numbers_are_refused(draw, normalize, layout):
+    X, y = draw(100, 4, 0)
+    X[7] = 1e160
+    with pytest.raises(InputError, match=r"^The squared norms of some samples exceed the range of float64"):
+        SelectiveSamplingClassifier(normalize=normalize).fit(layout(X), y)

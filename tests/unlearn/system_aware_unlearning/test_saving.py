@@ -1,6 +1,7 @@
 import json
 import os
 import signal
+from pathlib import Path
 
 import numpy as np
 import pandas as pd
@@ -8,7 +9,6 @@ import pytest
 from scipy import sparse
 
 import heedful
-from heedful import _files
 from heedful._files import load_arrays, save_arrays
 from heedful.errors import FileFormatError, InputError
 from heedful.unlearn import KernelSelectiveSamplingClassifier, SelectiveSamplingClassifier
@@ -119,15 +119,23 @@ def test_a_file_that_was_altered_is_refused(draw, make, tmp_path):
         ({learned: np.nextafter(arrays[learned], 9)}, {}),
         ({"core_y": 1 - arrays["core_y"]}, {}),
         ({"core_ids": arrays["core_ids"] + 1}, {}),
-        ({}, {"horizon": 401}),
         ({}, {"classes": [0, 2]}),
+        ({}, {"parameters": {**meta["parameters"], "horizon": 401}}),
         ({}, {"parameters": {**meta["parameters"], "kappa": 0.31}}),
     ]
     for some, other in changes:
         save_arrays(path, arrays | some, meta | other)
-        with pytest.raises(
-            FileFormatError, match=r"model\.safetensors .*the digest does not match what the file holds"
-        ):
+        with pytest.raises(FileFormatError, match=r"model\.safetensors.*the digest does not match what the file holds"):
+            heedful.load(path)
+    planted = [
+        ({"deleted_people": np.arange(3)}, {}),
+        ({"core_y": arrays["core_y"].astype(np.int8)}, {}),
+        ({}, {"log": ["p7 left"]}),
+        ({}, {"horizon": 401}),
+    ]
+    for some, other in planted:
+        save_arrays(path, arrays | some, meta | other)
+        with pytest.raises(FileFormatError, match=r"the file holds more, or other, than a .*Classifier is made of"):
             heedful.load(path)
     broken = [
         ({}, {"horizon": 0}, "horizon must be an int >= 1"),
@@ -176,7 +184,7 @@ def stored(draw, tmp_path):
     return tmp_path / "model.safetensors", before, model.state_digest()
 
 
-@pytest.mark.parametrize("step", ["save_file", "replace", "fsync"])
+@pytest.mark.parametrize("step", [(Path, "write_bytes"), (os, "replace"), (os, "fsync")], ids=lambda step: step[1])
 def test_a_write_that_fails_leaves_the_old_file_whole(stored, monkeypatch, step):
     path, before, _ = stored
     content = path.read_bytes()
@@ -185,7 +193,7 @@ def test_a_write_that_fails_leaves_the_old_file_whole(stored, monkeypatch, step)
         raise OSError(28, "No space left on device")
 
     with monkeypatch.context() as patch:
-        patch.setattr(*((_files, "save_file") if step == "save_file" else (os, step)), fails)
+        patch.setattr(*step, fails)
         with pytest.raises(OSError, match="No space left"):
             delete_in_file(path)
     assert path.read_bytes() == content

@@ -123,8 +123,8 @@ def test_sparse_rows_select_as_dense_ones(draw, layout):
         ({"kappa": 1.5}, "kappa must be a number > 0 and <= 1; got 1.5."),
         ({"kappa": 0.2, "ridge": 0}, "ridge must be a number > 0"),
         ({"kappa": 0.2, "ridge": math.inf}, "ridge must be a number > 0"),
-        ({"kappa": 0.2, "horizon": 0}, "horizon must be an int >= 1; got 0."),
-        ({"kappa": 0.2, "horizon": True}, "horizon must be an int >= 1; got True."),
+        ({"kappa": 0.2, "horizon": 0}, "horizon must be an int >= 1 and <= .*; got 0."),
+        ({"kappa": 0.2, "horizon": True}, "horizon must be an int >= 1 and <= .*; got True."),
     ],
 )
 def test_settings_out_of_range_are_refused(settings, message):
@@ -141,6 +141,11 @@ def test_data_that_are_no_finite_matrix_are_refused():
         select_core_set(wide, kappa=0.2)
 
 
+def test_a_row_at_the_threshold_is_not_new():
+    assert select_core_set([[1.0]], kappa=0.5, horizon=1).size == 0  # its leverage is 1, and so is 1^(-1/2)
+    assert select_core_set([[1.0]], kappa=0.5, horizon=2).size == 1
+
+
 def test_a_budget_that_cannot_be_kept_is_refused():
     with pytest.raises(ParameterError, match="max_points must be larger than n_features, since some 50 rows are kept"):
         kappa_for_budget(50, 1000, 50)
@@ -148,6 +153,8 @@ def test_a_budget_that_cannot_be_kept_is_refused():
         kappa_for_budget(50, 1, 60)
     with pytest.raises(ParameterError, match="kappa must be a number > 0"):
         core_size_estimate(50, 1000, 0.0)
+    with pytest.raises(ParameterError, match="horizon must be an int >= 1 and <="):
+        core_size_estimate(50, 10**400, 0.2)  # no float holds it
 
 
 @pytest.mark.parametrize("fit_intercept", [True, False])

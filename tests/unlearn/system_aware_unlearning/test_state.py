@@ -167,6 +167,16 @@ def test_an_audit_finds_what_has_no_business_there(draw, model):
     assert model.audit().findings == ("classes_seen is not part of a model.",)
 
 
+def test_an_audit_finds_a_threshold_that_is_not_declared(draw, model):
+    X, y = draw(400, 5, 0)
+    model.fit(X, y, ids=np.arange(400))
+    model.threshold_ *= 0.5
+    assert model.audit().findings == ("threshold_ is not what learning from the core gives.",)
+    model.fit(X, y, ids=np.arange(400))
+    model.horizon_ += 1
+    assert model.audit().findings == ("horizon_ is not what learning from the core gives.",)
+
+
 def test_an_audit_finds_weights_that_were_learned_from_others(draw):
     X, y = draw(400, 5, 0)
     for name in ("rebuild", "downdate"):

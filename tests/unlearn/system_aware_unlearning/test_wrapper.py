@@ -2,12 +2,15 @@ import numpy as np
 import pytest
 from scipy import sparse
 from sklearn.base import clone
+from sklearn.calibration import CalibratedClassifierCV
 from sklearn.decomposition import PCA
 from sklearn.dummy import DummyClassifier
 from sklearn.ensemble import RandomForestClassifier
 from sklearn.frozen import FrozenEstimator
 from sklearn.kernel_approximation import RBFSampler
 from sklearn.linear_model import LinearRegression, LogisticRegression, RidgeClassifier, SGDClassifier
+from sklearn.model_selection import KFold, ShuffleSplit
+from sklearn.naive_bayes import GaussianNB
 from sklearn.neighbors import KNeighborsClassifier
 from sklearn.pipeline import make_pipeline
 from sklearn.preprocessing import PolynomialFeatures
@@ -25,6 +28,7 @@ ESTIMATORS = {
     "tree": DecisionTreeClassifier(random_state=0),
     "forest": RandomForestClassifier(5, random_state=0),
     "svc": SVC(random_state=0),
+    "calibrated": CalibratedClassifierCV(GaussianNB(), cv=KFold(3)),
     "neighbours": KNeighborsClassifier(3, algorithm="brute"),
     "pipeline": make_pipeline(PolynomialFeatures(2), LogisticRegression(random_state=0)),
 }
@@ -93,6 +97,8 @@ def test_a_feature_map_cannot_know_the_data(draw):
     model = SystemAwareUnlearner(RidgeClassifier(random_state=0), feature_map=sampler).fit(X, y)
     other = clone(model).fit(100 * X + 3, y)
     np.testing.assert_array_equal(model.feature_map_.random_weights_, other.feature_map_.random_weights_)
+    zeros = clone(sampler).fit(np.zeros((1, 4)))
+    np.testing.assert_array_equal(model.feature_map_.random_weights_, zeros.random_weights_)
     assert not hasattr(sampler, "random_weights_")
     public = FrozenEstimator(PCA(2).fit(np.random.default_rng(1).normal(size=(50, 4))))  # made elsewhere
     frozen = SystemAwareUnlearner(RidgeClassifier(random_state=0), feature_map=public).fit(X, y)
@@ -133,6 +139,8 @@ def test_scores_have_a_column_for_each_class_whoever_has_left(draw, n_classes):
         assert P.shape == (400, n_classes)
         np.testing.assert_allclose(P.sum(axis=1), 1)
         assert scores.shape == shape
+        if n_classes == 3 and left:
+            assert (scores[:, left:] == (-1 if left == 1 else -np.inf)).all()
         if left:
             assert not P[:, left:].any()
             np.testing.assert_array_equal(model.predict(X), P.argmax(axis=1))
@@ -157,10 +165,12 @@ def test_methods_are_there_if_the_estimator_has_them():
     [
         (
             DecisionTreeClassifier(),
-            r"estimator must be deterministic, and its random_state is None: .* DecisionTreeClassifier",
+            r"estimator must be deterministic, and its random_state is None: .* Set every random_state to an int",
         ),
         (SGDClassifier(random_state=np.random.RandomState(0)), r"its random_state is RandomState"),
         (make_pipeline(RandomForestClassifier()), r"its randomforestclassifier__random_state is None"),
+        (CalibratedClassifierCV(GaussianNB(), cv=KFold(3, shuffle=True)), r"its cv\.random_state is None"),
+        (CalibratedClassifierCV(GaussianNB(), cv=ShuffleSplit(3)), r"its cv\.random_state is None"),
         (DecisionTreeClassifier, r"estimator must be a scikit-learn classifier, an instance; got <class"),
         ("tree", r"estimator must be a scikit-learn classifier, an instance; got 'tree'"),
         (PolynomialFeatures(), r"estimator must be a scikit-learn classifier, an instance"),

@@ -45,30 +45,27 @@ def read_block(
     series: Series, rows: Int[np.ndarray, " m"], *, input_scaling: float, normalize: bool, dtype: str
 ) -> Block:
     """The cases ``rows``, sorted by length, scaled and brought into the layout of the reservoirs."""
-    _, channels, padded = series.cases.shape
     lengths = series.lengths[rows]
     longest = int(lengths[-1])
-    values = np.zeros((BLOCK, longest, channels), dtype)
+    values = np.zeros((BLOCK, longest, series.n_channels), dtype)
+    for place, (row, length) in enumerate(zip(rows.tolist(), lengths.tolist(), strict=True)):
+        case = series.cases[row]
+        values[place, longest - length :] = (input_scaling * (normalized(case) if normalize else case)).T
     starts = np.flatnonzero(np.diff(lengths, prepend=0)).tolist()
-    groups = []
-    for start, stop in zip(starts, [*starts[1:], len(rows)], strict=True):
-        length = int(lengths[start])
-        cases = series.cases[rows[start:stop], :, padded - length :]
-        scaled = input_scaling * (normalized(cases) if normalize else cases)
-        values[start:stop, longest - length :] = scaled.transpose(0, 2, 1)
-        groups.append((slice(start, stop), length))
+    stops = [*starts[1:], len(rows)]
+    groups = [(slice(start, stop), int(lengths[start])) for start, stop in zip(starts, stops, strict=True)]
     return Block(rows, groups, values)
 
 
-def normalized(cases: Float[np.ndarray, "n d L"]) -> Float[np.ndarray, "n d L"]:
-    """Each channel of each case with mean 0 and largest deviation 1; zeros where it is constant."""
-    cases = np.ascontiguousarray(cases)  # the order in which a mean adds up depends on the layout
-    largest = np.abs(cases).max(axis=2, keepdims=True)
-    cases = cases / np.where(largest > 0, largest, 1.0)  # the largest numbers would overflow in a sum
-    deviation = cases - cases.mean(axis=2, keepdims=True)
+def normalized(case: Float[np.ndarray, "d L"]) -> Float[np.ndarray, "d L"]:
+    """Each channel with mean 0 and largest deviation 1; zeros where it is constant."""
+    case = np.ascontiguousarray(case)  # the order in which a mean adds up depends on the layout
+    largest = np.abs(case).max(axis=1, keepdims=True)
+    case = case / np.where(largest > 0, largest, 1.0)  # the largest numbers would overflow in a sum
+    deviation = case - case.mean(axis=1, keepdims=True)
     # The mean of equal numbers is another number, by a rounding error that must not be blown up.
-    constant = cases.max(axis=2, keepdims=True) == cases.min(axis=2, keepdims=True)
-    largest = np.abs(deviation).max(axis=2, keepdims=True)
+    constant = case.max(axis=1, keepdims=True) == case.min(axis=1, keepdims=True)
+    largest = np.abs(deviation).max(axis=1, keepdims=True)
     return np.where(constant, 0.0, deviation / np.where(constant, 1.0, largest))
 
 

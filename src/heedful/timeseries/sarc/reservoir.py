@@ -59,6 +59,11 @@ def frequency_reservoir_states(
         return np.broadcast_to(alone, (n, len(lags), length, h))
     if len(w_cyc) != len(lags):
         raise InputError(f"w_cyc has weights for {len(w_cyc)} periods and {len(lags)} periods are given.")
+    if w_seq.shape != (h, h) or w_cyc.shape[1:] != (h, h):
+        raise InputError(
+            f"inputs are those of {h} units, so w_seq must have shape ({h}, {h}) and w_cyc (K, {h}, {h}); got {w_seq.shape} "
+            f"and {w_cyc.shape}."
+        )
     w_seq, w_cyc = w_seq.astype(inputs.dtype, copy=False), w_cyc.astype(inputs.dtype, copy=False)
     drive = inputs.transpose(1, 0, 2)
     states = np.empty((length + 1, len(lags), n, h), inputs.dtype)
@@ -120,6 +125,10 @@ def readouts(
     lags = as_lags(periods)
     if len(lags) != n_reservoirs:
         raise InputError(f"states are those of {n_reservoirs} reservoirs and {len(lags)} periods are given.")
+    if series.ndim != 3 or series.shape[:2] != (n, length):
+        raise InputError(
+            f"states are those of {n} series of {length} points; series has shape {series.shape}, which is to be (n, L, d)."
+        )
     weights = np.zeros((len(ridges), n, len(lags), 2 * u, series.shape[2]), states.dtype)
     for k, p in enumerate(lags.tolist()):
         if p >= length:

@@ -191,7 +191,7 @@ class SpectralReservoir(TransformerMixin, Saved, BaseEstimator):
         require_fitted(self)
         if input_features is not None and hasattr(self, "n_features_in_"):
             _check_feature_names_in(self, input_features)
-        width = self.w_seq_.shape[0] * self.n_units
+        width = self._width
         channels = range(self.n_channels_in_)
         names = [f"p{p}_w{i}_c{c}" for p in self.periods_ for i in range(2 * width) for c in channels]
         if self.max_pool:
@@ -207,7 +207,7 @@ class SpectralReservoir(TransformerMixin, Saved, BaseEstimator):
     def _features(self, series: Series, ridges: Sequence[float]) -> np.ndarray:
         """What ``transform`` gives for each penalty, shape (r, n, F), without running the reservoirs anew."""
         n, d = len(series.lengths), self.n_channels_in_
-        width = self.w_seq_.shape[0] * self.n_units
+        width = self._width
         n_weights, n_maxima = 2 * width * d, width if self.max_pool else 0
         K = len(self.periods_)
         out = np.empty((len(ridges), n, K * (n_weights + n_maxima)), self.dtype)
@@ -242,6 +242,12 @@ class SpectralReservoir(TransformerMixin, Saved, BaseEstimator):
                 pass
         return out
 
+    @property
+    def _width(self) -> int:
+        """States u of a reservoir: units in all directions."""
+        directions, n_units, _ = self.w_seq_.shape
+        return directions * n_units
+
     def _find_periods(self, series: Series) -> tuple[list[int], list[int]]:
         length = int(np.median(series.lengths))
         if not isinstance(self.periods, str):
@@ -266,13 +272,16 @@ class SpectralReservoir(TransformerMixin, Saved, BaseEstimator):
 
     def _periods_at_once(self, length: int) -> int:
         """How many periods of a block fit into a job's share of the memory."""
-        width = self.w_seq_.shape[0] * self.n_units
-        size = np.dtype(self.dtype).itemsize
-        states = 2 * BLOCK * length * width * size  # of each direction, and of both side by side
-        rows = BLOCK * length * 2 * width * size
-        products = 3 * BLOCK * min(2 * width, length) ** 2 * 8
-        share = self.max_memory * 2**20 / effective_n_jobs(self.n_jobs)
-        return max(1, int((share - rows - products) // states))
+        width = self._width
+        d, size = self.n_channels_in_, np.dtype(self.dtype).itemsize
+        states = 2 * length * width * size  # of each direction, and of both side by side
+        weights = 2 * width * d * size
+        inputs = length * (2 * d + width) * size  # the series, x W_in, and what a period predicts
+        rows = 2 * length * width * size
+        m = min(2 * width, length)
+        products = m * (3 * m + 2 * d) * 8
+        share = self.max_memory * 2**20 / effective_n_jobs(self.n_jobs) / BLOCK
+        return max(1, int((share - inputs - rows - products) // (states + weights)))
 
     def _check_parameters(self) -> None:
         require_number(self.n_units, "n_units", low=1, integer=True)
@@ -290,7 +299,7 @@ class SpectralReservoir(TransformerMixin, Saved, BaseEstimator):
         for name in ("cyclic", "max_pool", "normalize"):
             require_choice(getattr(self, name), name, (True, False))
         require_choice(self.dtype, "dtype", ("float32", "float64"))
-        require_number(self.max_memory, "max_memory", low=0, open_low=True)
+        require_number(self.max_memory, "max_memory", low=0, high=float_info.max, open_low=True)
         if self.n_jobs is not None:
             require_number(self.n_jobs, "n_jobs", integer=True)
             if self.n_jobs == 0:

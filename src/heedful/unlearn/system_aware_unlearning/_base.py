@@ -86,8 +86,7 @@ class CoreSetClassifier(ClassifierMixin, BaseEstimator):
         self._check_parameters()
         X, y = checked_data(self, X, y, reset=True)
         self.classes_ = known_classes(y, classes)
-        self.horizon_ = len_of(X) if self.horizon is None else int(self.horizon)
-        self.threshold_ = float(self.horizon_) ** -self.kappa
+        self._set_threshold(len_of(X))
         self._prepare()
         return self._absorb(None, X, y, ids)
 
@@ -213,9 +212,10 @@ class CoreSetClassifier(ClassifierMixin, BaseEstimator):
         """
         core = self._fitted_core()
         twin = clone(self)
-        for name in ("n_features_in_", "feature_names_in_", "classes_", "horizon_", "threshold_"):
+        for name in ("n_features_in_", "feature_names_in_", "classes_"):
             if hasattr(self, name):
                 setattr(twin, name, getattr(self, name))
+        twin._set_threshold(self.horizon_)
         twin._prepare()
         fresh = Core.of(core.X, core.codes, core.ids)
         twin.__dict__.update(twin._learn(fresh), _core=fresh)
@@ -234,7 +234,7 @@ class CoreSetClassifier(ClassifierMixin, BaseEstimator):
         ]
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", HeedfulWarning)  # of long rows, which ``fit`` has given
-            again = twin._select(core.X, None, self.threshold_ * (1 - 1e-9)) if len(core) else core.codes
+            again = twin._select(core.X, None, twin.threshold_ * (1 - 1e-9)) if len(core) else core.codes
         if len(again) < len(core):
             findings.append(f"Selection would keep {len(again)} of the {len(core)} stored samples.")
         owner = getattr(getattr(self, "_metadata_request", None), "owner", self)
@@ -270,6 +270,11 @@ class CoreSetClassifier(ClassifierMixin, BaseEstimator):
         return tags
 
     _learned: ClassVar[tuple[str, ...]]  # attributes that ``_learn`` gives
+
+    def _set_threshold(self, horizon: int) -> None:
+        """T, which is ``horizon`` unless it was declared, and T^(−κ)."""
+        self.horizon_ = horizon if self.horizon is None else int(self.horizon)
+        self.threshold_ = float(self.horizon_) ** -self.kappa
 
     def _prepare(self) -> None:
         """Set what needs the number of features, and nothing else of the data."""
@@ -429,6 +434,7 @@ class SavedCoreSetClassifier(CoreSetClassifier, Saved):
     def _from_saved(cls: type[S], arrays: dict[str, np.ndarray], meta: dict[str, Any]) -> S:
         self = cls(**meta["parameters"])
         self._check_parameters()
+        given = arrays
         if meta["ids"] is not None:
             arrays = {**arrays, "core_ids": np.array(meta["ids"], dtype=str)}
         self.n_features_in_ = meta["n_features"]
@@ -436,12 +442,17 @@ class SavedCoreSetClassifier(CoreSetClassifier, Saved):
             self.feature_names_in_ = np.array(meta["feature_names"], dtype=object)
         self.classes_ = np.array(meta["classes"], dtype=np.dtype(meta["classes_dtype"]))
         require_number(meta["horizon"], "horizon", low=1, integer=True)
-        self.horizon_ = meta["horizon"]
-        self.threshold_ = float(self.horizon_) ** -self.kappa
+        self._set_threshold(meta["horizon"])
         core = Core.from_arrays(arrays, self.n_features_in_)
         self.__dict__.update(self._from_arrays(arrays), _core=core)
-        if self.state_digest() != meta["digest"]:
+        kept, said = self._to_saved()
+        if said["digest"] != meta["digest"]:
             raise FileFormatError("the digest does not match what the file holds; it was damaged or altered")
+        # What this object does not take over, no audit of it could find.
+        if digest_of(kept) != digest_of(given) or said != {
+            k: v for k, v in meta.items() if k not in ("class", "format")
+        }:
+            raise FileFormatError(f"the file holds more, or other, than a {cls.__name__} is made of; it was altered")
         return self
 
     def _from_arrays(self, arrays: dict[str, np.ndarray]) -> dict[str, Any]:

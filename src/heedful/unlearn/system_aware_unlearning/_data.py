@@ -139,7 +139,12 @@ def _summed(X):
 
 def known_classes(y: np.ndarray, classes: Any) -> np.ndarray:
     """The sorted class list: ``classes`` if given, else the labels of y; at least two."""
-    found = np.unique(y if classes is None else column_or_1d(classes))
+    try:
+        found = np.unique(y if classes is None else column_or_1d(classes))
+    except (TypeError, ValueError) as error:
+        raise InputError(f"classes must be a flat list of labels of one kind; {error}.") from error
+    if found.dtype.kind == "U":
+        found = np.array(found.tolist())  # no wider than the longest name
     if len(found) < 2:
         hint = "" if classes is not None else " Pass classes= if y lacks some."
         raise InputError(f"A classifier needs at least two classes; got one class, {found.tolist()}.{hint}")

@@ -50,7 +50,7 @@ class SelectiveSamplingClassifier(SavedCoreSetClassifier):
         keep their sign.
     update : {"rebuild", "downdate"}
         How a deletion reaches the weights. "rebuild" is exact. "downdate" costs O(d²) a deletion and agrees to 1e-9, but
-        its rounding still tells, in principle, what was there.
+        its rounding still tells, in principle, what was there, and it counts the deletions since it was last exact.
     refresh_every : int
         "downdate" computes everything from the core after so many deletions.
     unique_ids : bool

@@ -14,7 +14,7 @@ from typing import Any, Literal
 import numpy as np
 from jaxtyping import Float, Int
 from scipy import sparse
-from scipy.linalg import LinAlgError, cholesky
+from scipy.linalg import cholesky
 from scipy.linalg.blas import dtrmm
 from scipy.linalg.lapack import dtrtri
 from sklearn.utils import check_array
@@ -140,7 +140,7 @@ def cholesky_factor(A: Float[np.ndarray, "d d"]) -> Float[np.ndarray, "d d"]:
     """L with A = L Lᵀ, lower triangular."""
     try:
         return cholesky(A, lower=True)
-    except LinAlgError as error:
+    except ValueError as error:  # not definite, or not finite
         raise ConvergenceError(
             "ridge is so small beside the norms of the samples that it is lost to rounding, and A = ridge·I + Σ z zᵀ has no "
             "Cholesky factor. Choose a larger ridge, or normalize the samples."
@@ -163,7 +163,7 @@ def core_size_estimate(n_features: int, horizon: int, kappa: float) -> float:
         κ in (0, 1].
     """
     require_number(n_features, "n_features", low=1, integer=True)
-    require_number(horizon, "horizon", low=1, integer=True)
+    require_number(horizon, "horizon", low=1, high=sys.maxsize, integer=True)
     require_number(kappa, "kappa", low=0, high=1, open_low=True)
     return min(float(horizon), n_features * float(horizon) ** kappa)
 
@@ -190,6 +190,10 @@ def divisors(squares: Float[np.ndarray, " n"], *, fit_intercept: bool, normalize
     ``squares`` holds the squared norms of the rows as given. The constant comes at the price of 1/√2, which leaves rows
     of norm 1 at norm 1. Each row stands for itself, so that no row says anything of another.
     """
+    if not np.isfinite(squares).all():
+        raise InputError(
+            "The squared norms of some samples exceed the range of float64. Scale all samples by one number."
+        )
     scale = math.sqrt(2) if fit_intercept else 1.0
     norms = np.sqrt(squares + 1) / scale if fit_intercept else np.sqrt(squares)
     if normalize == "sample":
@@ -211,9 +215,10 @@ def feature_rows(X, *, fit_intercept: bool, normalize: Normalize) -> Float[np.nd
 
 def squared_norms(X) -> Float[np.ndarray, " n"]:
     """‖x‖² of each row; a row's value does not depend on the other rows."""
-    if sparse.issparse(X):
-        return np.asarray(X.multiply(X).sum(axis=1), dtype=np.float64).ravel()
-    return np.square(X).sum(axis=1)
+    with np.errstate(over="ignore"):  # infinity will be refused
+        if sparse.issparse(X):
+            return np.asarray(X.multiply(X).sum(axis=1), dtype=np.float64).ravel()
+        return np.square(X).sum(axis=1)
 
 
 def dense(X) -> Float[np.ndarray, "n d"]:
@@ -230,7 +235,7 @@ def require_selection_settings(kappa: Any, horizon: Any, ridge: Any) -> None:
     """Raise ``ParameterError`` unless κ is in (0, 1], T is None or an int >= 1, and λ > 0."""
     require_number(kappa, "kappa", low=0, high=1, open_low=True)
     if horizon is not None:
-        require_number(horizon, "horizon", low=1, integer=True)
+        require_number(horizon, "horizon", low=1, high=sys.maxsize, integer=True)
     require_number(ridge, "ridge", low=0, high=sys.float_info.max, open_low=True)
 
 

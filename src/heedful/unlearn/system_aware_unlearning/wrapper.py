@@ -2,6 +2,7 @@
 
 import math
 import numbers
+import re
 from typing import Any
 
 import numpy as np
@@ -173,9 +174,13 @@ class SystemAwareUnlearner(MetaEstimatorMixin, CoreSetClassifier):
 def _require_fixed(estimator: BaseEstimator, name: str) -> None:
     """Raise ``ParameterError`` unless two fits on the same data must give the same result, as far as parameters tell."""
     parameters = estimator.get_params(deep=True) if hasattr(estimator, "get_params") else {}
+    for key, value in list(parameters.items()):
+        # Splitters are no estimators; their random_state counts if they shuffle.
+        if not hasattr(value, "get_params") and hasattr(value, "random_state") and getattr(value, "shuffle", True):
+            parameters[f"{key}.random_state"] = value.random_state
     for key, value in parameters.items():
-        if key.split("__")[-1] == "random_state" and not isinstance(value, numbers.Integral):
+        if re.split(r"__|\.", key)[-1] == "random_state" and not isinstance(value, numbers.Integral):
             raise ParameterError(
                 f"{name} must be deterministic, and its {key} is {value!r}: after a deletion it would be another model. Set "
-                f"it to an int, e.g. {type(estimator).__name__}({key}=0)."
+                "every random_state to an int."
             )
