@@ -657,7 +657,7 @@ def test_the_estimator_keeps_scikit_learns_contract():
         ({"eta": [1.0, -2.0]}, "eta must be a number >= 0; got -2.0."),
         ({"eta": []}, "eta must be 'auto', a number >= 0 or a sequence of such; got []."),
         ({"eta": None}, "eta must be a number >= 0; got None."),
-        ({"eta": "best"}, "eta must be one of 'auto'; got 'best'."),
+        ({"eta": "best"}, "eta must be 'auto', a number >= 0 or a sequence of such; got 'best'."),
         (
             {"estimand": "ate"},
             "estimand must be one of 'effect_variance', 'effect_second_moment', 'correlation', 'prob_",
@@ -671,6 +671,7 @@ def test_the_estimator_keeps_scikit_learns_contract():
         ),
         ({"solver": "simplex"}, "solver must be one of 'emd', 'sinkhorn'; got 'simplex'."),
         ({"reg": 0.0}, "reg must be a number > 0"),
+        ({"reg": 0.1}, "reg is of solver='sinkhorn' alone; got reg=0.1 for 'emd'."),
         ({"max_points": 1}, "max_points must be an int >= 2; got 1."),
         ({"max_points": 10.5}, "max_points must be an int >= 2; got 10.5."),
         ({"random_state": "a"}, "random_state must be None, an int >= 0"),

@@ -159,7 +159,7 @@ def covariate_bounds(
     solver : {"emd", "sinkhorn"}
         Exact, or entropic with extrapolation to zero entropy, for arms of more than about 5000 units.
     reg : float, optional
-        Strength of the entropy in units of h, > 0. Default: 10 % of the spread of h, more where η d² dwarfs h.
+        Strength of the entropy of "sinkhorn" in units of h, > 0. Default: 10 % of the spread of h, more where η d² dwarfs h.
     max_points : int or None
         With more than ``max_points``² pairs, bounds of five random subsamples of that size are averaged, with a warning.
         None: never.
@@ -350,6 +350,8 @@ class _Analysis:
         require_choice(solver, "solver", ("emd", "sinkhorn"))
         if reg is not None:
             require_number(reg, "reg", low=0, high=1e300, open_low=True)
+            if solver != "sinkhorn":
+                raise ParameterError(f"reg is of solver='sinkhorn' alone; got reg={reg!r} for {solver!r}.")
         if max_points is not None:
             require_number(max_points, "max_points", low=2, integer=True)
         self.trial = read_trial(
@@ -532,10 +534,9 @@ def _grid(transport: Transport) -> Float[np.ndarray, " k"]:
 
 def _read_eta(eta: Any) -> Float[np.ndarray, " k"] | None:
     """The prices, in increasing order; None for "auto"."""
-    if isinstance(eta, str):
-        require_choice(eta, "eta", ("auto",))
+    if isinstance(eta, str) and eta == "auto":
         return None
-    prices = np.ravel(eta).tolist() if np.ndim(eta) < 2 else []
+    prices = np.ravel(eta).tolist() if np.ndim(eta) < 2 and not isinstance(eta, str) else []
     if not prices:
         raise ParameterError(f"eta must be 'auto', a number >= 0 or a sequence of such; got {eta!r}.")
     for price in prices:
