@@ -164,7 +164,7 @@ def _measure(task: SeriesTask, make: Callable[[], Any], *, warm_up: bool = False
     classifier = make().fit(task.x_train, task.y_train)
     predicted = classifier.predict(task.x_test)
     seconds = time.perf_counter() - start
-    linear = getattr(classifier, "estimator_", None)  # of the reservoirs
+    linear: Any = getattr(classifier, "estimator_", None)  # of the reservoirs
     return Outcome(
         metrics={**score(task.y_test, predicted), "fit_predict_seconds": seconds},
         costs={"features": linear.coef_.shape[-1]} if hasattr(linear, "coef_") else {},
