@@ -29,7 +29,7 @@ __all__ = [
 class SeparablePoints(NamedTuple):
     """Points of two classes, and what separates them.
 
-    Parameters
+    Attributes
     ----------
     X : ndarray of float64, shape (n, d)
         Of norm one.
@@ -105,7 +105,7 @@ def margin(
 class SimulatedTrial(NamedTuple):
     """A completely randomised trial whose law is known.
 
-    Parameters
+    Attributes
     ----------
     X : ndarray of float64, shape (n, d)
         Covariates, independent standard normals.
@@ -302,7 +302,7 @@ def _checked_slopes(
 class RepeatedMotifs(NamedTuple):
     """Series and their classes.
 
-    Parameters
+    Attributes
     ----------
     X : ndarray of float64, shape (n, n_timepoints)
     y : ndarray of int64, shape (n,)

@@ -30,7 +30,7 @@ _TIE_BREAK = 1e-6  # weight of h beside d² when η is infinite, both with large
 class TransportValue(NamedTuple):
     """A plan and what it costs.
 
-    Parameters
+    Attributes
     ----------
     value : float
         V = ⟨π, h⟩, without the penalty.
