@@ -57,6 +57,13 @@ def test_the_command_does_what_python_does(tmp_path, suffix):
     assert result["plot"] is None
 
 
+def test_spaces_between_names_are_no_part_of_them(table):
+    frame = pd.read_csv(table).assign(age=1.0 * np.arange(80))
+    frame.to_csv(table, index=False)
+    spaced, plain = (found(table, "--covariates", names, "--eta", "1") for names in ("z, age", "z,age"))
+    assert spaced == plain
+
+
 def test_blind_and_aware_bounds_stand_side_by_side(table):
     result = found(table, "--covariates", "z")
     lines = run(table, "--covariates", "z").stdout.splitlines()

@@ -281,6 +281,37 @@ def test_ucr_labels_that_are_whole_numbers_are_written_one_way(tmp_path):
     assert read_series(tmp_path / "a.txt", label="y").labels == ["1", "2", "-1", "1.5"]
 
 
+@pytest.mark.parametrize("gap", ["\t", ",", ", "])
+def test_empty_fields_of_ucr_files_are_missing_values(tmp_path, gap):
+    path = tmp_path / "a.txt"
+    path.write_text("1,,0.5,1,2\n2,0.5,1,2,,\n".replace(",", gap))
+    read = read_series(path, label="y")
+    assert read.labels == ["1", "2"]
+    np.testing.assert_array_equal(read.series, [[[0.5, 1, 2]]] * 2)
+    path.write_text(",0.5,1,2\n".replace(",", gap))
+    read = read_series(path, label="y")
+    assert read.labels is None
+    np.testing.assert_array_equal(read.series, [[[0.5, 1, 2]]])
+
+
+def test_the_index_of_pandas_is_no_time_point(tmp_path):
+    frame = pd.DataFrame({"a": [1, 2], "b": [3, 4], "c": [5, 6], "y": ["k", "l"]})
+    frame.to_csv(tmp_path / "a.csv")
+    pd.read_csv(tmp_path / "a.csv").to_parquet(tmp_path / "a.parquet")
+    for name in ("a.csv", "a.parquet"):
+        with pytest.raises(FileFormatError, match=r"column 'Unnamed: 0' has no name.* index=False, or rename"):
+            read_series(tmp_path / name, label="y")
+
+
+@pytest.mark.parametrize("head", ["@attribute bag relational\n@attribute t real\n@end bag\n", "@attribute t real\n"])
+def test_arff_without_classes_keeps_its_last_time_point(tmp_path, head):
+    case = "'1,2,3'" if "bag" in head else "1,2,3,?"
+    (tmp_path / "a.arff").write_text(f"@relation r\n{head}@data\n{case}\n")
+    read = read_series(tmp_path / "a.arff", label="y")
+    assert read.labels is None
+    np.testing.assert_array_equal(read.series, [[[1, 2, 3]]])
+
+
 def test_columns_of_labels_stay_text_in_csv_and_may_have_any_name(tmp_path):
     (tmp_path / "a.csv").write_text("a,kind,b,c\n1,01,2,3\n4,NA,5,6\n")
     read = read_series(tmp_path / "a.csv", label="kind")
@@ -326,6 +357,14 @@ def test_comments_in_other_encodings_do_no_harm(tmp_path):
         ("a.ts", "@classLabel true a\n@data\n", " holds no cases."),
         ("a.arff", "@relation r\n@data\n'1,2,3\\n1,2',a\n", ", line 3: the channels have different lengths: 3, 2."),
         ("a.arff", "@relation r\n@data\n1,2,3,a\n1,b,3,a\n", ", line 4: numbers are needed; could not convert"),
+        (
+            "a.arff",
+            "@relation r\n@attribute a {x}\n@attribute b Real\n@data\n1,2,3,4\n",
+            ", line 3: the last attribute is a number, and no class. Declare a class attribute last",
+        ),
+        ("a.txt", "1,0.5,,2,3\n", ", line 1: time point 2 of channel 1 is missing or infinite."),
+        ("a.tsv", "1\t0.5\t\t2\t3\n", ", line 1: time point 2 of channel 1 is missing or infinite."),
+        ("a.tsv", "1\t1\t2\t3\n\t0.5\t1\t2\n", ", line 2: no label, unlike the case before."),
         ("a.tsv", "1\t1\t2\t3\n2\t1\tNaN\t3\n", ", line 2: time point 2 of channel 1 is missing or infinite."),
         ("a.tsv", "1\t1\t2\t3\n2\n", ", line 2: a case needs at least 3 time points; got 0."),
         ("a.csv", "a,b,c,y\n1,2,3,k\n1,,3,k\n", ", line 3: time point 2 of channel 1 is missing or infinite."),

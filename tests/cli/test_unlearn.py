@@ -221,8 +221,9 @@ def test_what_python_fitted_and_saved_is_served_too(rows, table, tmp_path):
     X, path = rows[[f"x{j}" for j in range(5)]], tmp_path / "python.safetensors"
     KernelSelectiveSamplingClassifier(kappa=0.6).fit(X, rows.y.to_numpy(str), ids=np.arange(len(X))).save(path)
     assert {1, 7} <= set(heedful.load(path).core_ids_)
-    done = run("delete", path, "--ids", requests(tmp_path, ["1", "007", "nobody", "1e9"]))
-    assert "2 of 4 ids had rows in the model: 2 rows removed" in done.stderr
+    beyond = [str(2**63), str(-(2**63) - 1), "9" * 5000]
+    done = run("delete", path, "--ids", requests(tmp_path, ["1", "007", "nobody", "1e9", *beyond]))
+    assert "2 of 7 ids had rows in the model: 2 rows removed" in done.stderr
     assert not {1, 7} & set(heedful.load(path).core_ids_)
     assert run("audit", path).exit_code == 0
     assert run("apply", table, "--model", path, "-o", tmp_path / "out.csv").exit_code == 0

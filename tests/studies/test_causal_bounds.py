@@ -192,14 +192,14 @@ def test_nothing_is_tuned_by_the_truth_and_quick_needs_no_download():
     pickle.loads(pickle.dumps(study))
 
 
-def test_real_trials_name_covariates_that_they_have(monkeypatch):
-    for name in ("nsw", "thornton_hiv", "social_insure", "rand_hie"):
-        if not data.is_cached(name):
-            pytest.skip(f"{name} is not cached here")
-        trial = study.build_task(name, split="test", seed=0).trial(300)
-        assert len(trial.outcome) == 300
-        assert np.isfinite(trial.covariates).all()
-        assert 0.2 < trial.treatment.mean() < 0.9
+@pytest.mark.parametrize("name", ["nsw", "thornton_hiv", "social_insure", "rand_hie"])
+def test_real_trials_name_covariates_that_they_have(name):
+    if not data.is_cached(name):
+        pytest.skip(f"{name} is not cached here")
+    trial = study.build_task(name, split="test", seed=0).trial(300)
+    assert len(trial.outcome) == 300
+    assert np.isfinite(trial.covariates).all()
+    assert 0.2 < trial.treatment.mean() < 0.9
 
 
 def test_a_trial_of_ones_own_takes_the_place_of_the_shipped_ones():

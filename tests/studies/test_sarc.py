@@ -11,6 +11,7 @@ from heedful.errors import InputError
 from heedful.evidence import Budget, Outcome, Task
 from heedful.studies import sarc as module
 from heedful.studies.sarc import Split, score, study
+from heedful.timeseries import ReservoirClassifier
 
 BUDGET = Budget(seeds=1)
 # MiniRocket and warping compile for half a minute on a machine that never ran them.
@@ -114,8 +115,9 @@ def test_only_the_blind_arms_are_blind(monkeypatch):
     assert made["wide_biesn"].periods == [1]
     defaults = made["sarc"].__class__().get_params()
     assert defaults["extend_to"] == module.EXTEND_TO
-    given = study.arms["sarc"].points[0]
-    assert given == {name: defaults[name] for name in given}  # the first point is what the classifier does untold
+    for arm, untold in (("sarc", defaults), ("bianchi", ReservoirClassifier().get_params())):
+        given = study.arms[arm].points[0]
+        assert given == {name: untold[name] for name in given}  # the first point is what a classifier does untold
 
 
 def test_scores_by_hand():

@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 
 _SHORTEST = 3
 _MISSING = ("", "?")
+_ARFF_NUMBERS = ("numeric", "real", "integer")
+_UNNAMED = "Unnamed: 0"  # pandas calls a first column so that has no name
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -124,9 +126,12 @@ def _ts(path: Path, label: str) -> Iterator[_Row]:
 
 def _arff(path: Path, label: str) -> Iterator[_Row]:
     lines = _lines(path, comment="%")
-    for _, line in lines:
-        if line.lower() == "@data":
+    unclassed = ""  # where the last attribute is a number
+    for where, line in lines:
+        if (lower := line.lower()) == "@data":
             break
+        if lower.startswith("@attribute"):
+            unclassed = where if lower.split()[-1] in _ARFF_NUMBERS else ""
     for where, line in lines:
         if (quote := line[0]) in "'\"":
             body, _, last = line[1:].partition(quote)
@@ -135,13 +140,19 @@ def _arff(path: Path, label: str) -> Iterator[_Row]:
             body, _, last = line.rpartition(",")
             channels = [body]
         name = last.strip().removeprefix(",").strip().strip("'\"")
+        if unclassed and quote not in "'\"" and _known(name):
+            raise FileFormatError(
+                f"{unclassed}: the last attribute is a number, and no class. Declare a class attribute last, with its names "
+                "in braces (@attribute class {a,b}), and end each case with its class, or with ? where there is none."
+            )
         yield _Row(where, [_numbers(channel.split(","), where) for channel in channels], _known(name))
 
 
 def _ucr(path: Path, label: str) -> Iterator[_Row]:
-    for where, line in _lines(path, comment="#"):
-        name, *values = line.replace(",", " ").split()
-        yield _Row(where, [_numbers(values, where)], _known(_whole(name)))
+    for where, line in _lines(path, comment="#", strip=str.rstrip):  # a tab at the beginning says: no label
+        gap = next((gap for gap in "\t," if gap in line), None)
+        name, *values = line.split(gap)
+        yield _Row(where, [_numbers(values, where)], _known(_whole(name.strip())))
 
 
 def _table(path: Path, label: str) -> Iterator[_Row]:
@@ -153,6 +164,11 @@ def _table(path: Path, label: str) -> Iterator[_Row]:
     names = [""] * len(frame)
     if label in frame:
         names = _texts(frame.pop(label).to_numpy())
+    if _UNNAMED in frame:
+        raise FileFormatError(
+            f"{path}: column {_UNNAMED!r} has no name, as the index that pandas writes. Write the table with index=False, or "
+            "rename the column if it is a time point."
+        )
     others = [str(column) for column in frame if frame[column].dtype.kind not in "iuf"]
     if others and len(frame):  # of an empty one no column is of numbers
         raise FileFormatError(
@@ -200,8 +216,8 @@ _READERS: dict[str, Callable[[Path, str], Iterator[_Row]]] = {
 }
 
 
-def _lines(path: Path, *, comment: str) -> Iterator[tuple[str, str]]:
-    """Where each line stands, and the line; not those that are empty or comments."""
+def _lines(path: Path, *, comment: str, strip: Callable[[str], str] = str.strip) -> Iterator[tuple[str, str]]:
+    """Where each line stands, and the line stripped; not those that are empty or comments."""
     contents = path.read_bytes()
     try:
         text = contents.decode()
@@ -209,7 +225,7 @@ def _lines(path: Path, *, comment: str) -> Iterator[tuple[str, str]]:
         text = contents.decode("latin-1")  # comments of the archives
     for number, line in enumerate(text.splitlines(), start=1):
         if (stripped := line.strip()) and not stripped.startswith(comment):
-            yield f"{path}, line {number}", stripped
+            yield f"{path}, line {number}", strip(line)
 
 
 def _numbers(texts: Iterable[str], where: str) -> np.ndarray:

@@ -67,8 +67,8 @@ def bounds(
     from heedful.cli._progress import messages
     from heedful.cli._tables import read_table, refuse_existing, take_columns
 
-    prices, known = _parse_eta(eta), [] if covariates is None else covariates.split(",")
-    if clash := set(known) & {treatment, *outcome.split(",")}:
+    prices, known = _parse_eta(eta), [] if covariates is None else _names(covariates)
+    if clash := set(known) & {treatment, *_names(outcome)}:
         raise ParameterError(f"--covariates must be known before treatment; {', '.join(sorted(clash))} is not.")
     if plot is not None:
         drawn = prices == "auto" or (isinstance(prices, list) and sum(0 < price < math.inf for price in prices) > 1)
@@ -84,7 +84,7 @@ def bounds(
 
     with messages(quiet=quiet):
         found = covariate_bounds(
-            take_columns(frame, outcome.split(","), path=table).to_numpy(),
+            take_columns(frame, _names(outcome), path=table).to_numpy(),
             _read_treatment(frame, treatment, path=table),
             take_columns(frame, known, path=table) if known else None,
             estimand=estimand.replace("-", "_"),
@@ -104,6 +104,10 @@ def bounds(
         print(json.dumps(json.loads(text, parse_constant=str), indent=2))  # JSON has no number for an infinite price
     else:
         _show(found, confidence, plot)
+
+
+def _names(text: str) -> list[str]:
+    return [name.strip() for name in text.split(",")]
 
 
 def _parse_eta(text: str) -> float | list[float] | Literal["auto"]:

@@ -254,7 +254,8 @@ def _as_stored(requested: list[str], stored: "np.ndarray | None") -> tuple[list[
     known = set() if stored is None else set(stored.tolist())
     if stored is None or stored.dtype.kind == "U":
         return requested, known
-    return [int(name) for name in requested if name.removeprefix("-").isdecimal()], known
+    numbers = [int(n) for n in requested if n.removeprefix("-").isdecimal() and len(n.lstrip("-0")) < 20]
+    return [number for number in numbers if -(2**63) <= number < 2**63], known  # no others are stored
 
 
 def _ids(frame: "pd.DataFrame", column: str, *, path: Path) -> "np.ndarray":

@@ -43,7 +43,20 @@ def test_one_stratum_is_blind(name, seed):
     y, treated, _ = stratified_trial(seed)
     found = conditional_bounds(y, treated, np.full(len(y), "all"), estimand=name)
     np.testing.assert_allclose(ends(found), ends(covariate_bounds(y, treated, estimand=name)), rtol=1e-9)
-    assert (found.eta_lower, found.notes) == (np.inf, ("Exact within 1 strata.",))
+    assert found.eta_lower == np.inf
+    (note,) = found.notes
+    assert note.startswith(
+        "Exact within 1 strata, in which treatment is taken to be assigned at random. If it was chosen"
+    )
+
+
+def test_neymans_variance_refuses_strata_that_were_treated_in_unequal_shares():
+    y, treated, strata = np.arange(8.0), np.array([0, 0, 0, 1, 0, 1, 1, 1]), [*"aaaabbbb"]
+    with pytest.raises(
+        ParameterError, match="no estimate of the effect where propensities differ, between units or strata"
+    ):
+        conditional_bounds(y, treated, strata, estimand="neyman_variance")
+    conditional_bounds(y, [0, 0, 1, 1, 0, 0, 1, 1], strata, estimand="neyman_variance")
 
 
 def test_a_mean_over_strata_of_what_each_says_alone(seed):

@@ -167,3 +167,10 @@ def test_an_unknown_scale_is_refused():
         ParameterError, match="covariate_scale must be one of 'standardize', 'mahalanobis', None; got 'robust'"
     ):
         read_trial(Y, W, Z, covariate_scale="robust")
+
+
+def test_rounding_is_no_variation_of_a_covariate():
+    almost = np.where(np.arange(8) < 4, 0.3, 0.1 + 0.2)
+    with pytest.warns(HeedfulWarning, match=r"^covariates do not vary in column 0: dropped\.$"):
+        trial = read_trial(np.arange(8.0), np.arange(8) % 2, np.column_stack([almost, np.arange(8.0)]))
+    assert trial.z0.shape[1] == 1

@@ -18,8 +18,10 @@ def cycles(n=40, length=50, channels=2, seed=0):
 
 def states_by_hand(fitted, X):
     """(n, L, u): forward, and backward in the order in which it read."""
-    deviation = X - X.mean(axis=2, keepdims=True)
-    x = (deviation / np.abs(deviation).max(axis=2, keepdims=True)).transpose(0, 2, 1)
+    if fitted.normalize:
+        X = X - X.mean(axis=2, keepdims=True)
+        X = X / np.abs(X).max(axis=2, keepdims=True)
+    x = fitted.input_scaling * X.transpose(0, 2, 1)
     parts = []
     for series, w_seq in zip((x, x[:, ::-1]), fitted.w_seq_, strict=False):
         h, states = np.zeros((len(X), fitted.n_units)), []
@@ -33,13 +35,21 @@ def states_by_hand(fitted, X):
 @pytest.mark.parametrize("bidirectional", [True, False])
 @pytest.mark.parametrize("n_components", [None, 4])
 @pytest.mark.parametrize("representation", ["last", "mean", "output", "reservoir"])
-def test_features_are_those_of_the_definition(representation, n_components, bidirectional, seed):
+@pytest.mark.parametrize(
+    "inputs",
+    [{}, {"input_scaling": 2.0, "normalize": False, "spectral_radius": 0.5}],
+    ids=["defaults", "scaled, as they are, with a small radius"],
+)
+def test_features_are_those_of_the_definition(inputs, representation, n_components, bidirectional, seed):
     """By scikit-learn's PCA over all steps and one scikit-learn Ridge per case."""
     X, y = cycles(seed=seed)
-    settings = {"n_units": 6, "leak": 0.2, "dtype": "float64", "random_state": seed, "ridge": 3.0}
+    X = 0.3 + X  # which only normalisation undoes
+    settings = {"n_units": 6, "leak": 0.2, "dtype": "float64", "random_state": seed, "ridge": 3.0, **inputs}
     fitted = ReservoirClassifier(
         representation=representation, n_components=n_components, bidirectional=bidirectional, **settings
     ).fit(X, y)
+    radius = np.abs(np.linalg.eigvals(fitted.w_seq_)).max(axis=-1)
+    np.testing.assert_allclose(radius, inputs.get("spectral_radius", 0.8), rtol=0, atol=1e-8)
     states, x = states_by_hand(fitted, X)
     if n_components is not None:
         peer = PCA(n_components).fit(states.reshape(-1, states.shape[2]))

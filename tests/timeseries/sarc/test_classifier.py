@@ -72,6 +72,12 @@ def test_every_setting_reaches_the_reservoir():
 def test_defaults_are_those_of_the_reservoir():
     defaults = SARCClassifier().get_params()
     assert {name: defaults[name] for name in SpectralReservoir().get_params()} == SpectralReservoir().get_params()
+    assert defaults == {
+        "n_units": 10, "estimator": None, "tune": None, "n_candidates": 20, "cv": 5, "periods": "spectral",
+        "n_frequencies": 1, "wavelet": "db4", "hp_lambda": 1600.0, "extend_to": 100, "spectral_radius": 0.8,
+        "cycle_radius": 0.8, "leak": 0.0, "input_scaling": 1.0, "ridge": 1.0, "reservoir": "biesn", "cyclic": True,
+        "max_pool": True, "normalize": True, "dtype": "float32", "max_memory": 256, "n_jobs": 1, "random_state": None,
+    }  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -203,9 +209,30 @@ def test_an_unknown_way_to_tune_is_refused():
         ({"tune": "random", "n_candidates": 0}, "n_candidates must be an int >= 1; got 0."),
         ({"tune": "grid", "cv": 1}, "cv must be an int >= 2; got 1."),
         ({"leak": 1.0}, "leak must be a number >= 0 and < 1; got 1.0"),
+        ({"tune": "random", "leak": 1.0}, "leak must be a number >= 0 and < 1; got 1.0"),
+        ({"tune": "grid", "ridge": 0.0}, "ridge must be a number > 0"),
+        ({"cv": 2.5}, "cv must be an int >= 2, a splitter or an iterable of splits; got 2.5."),
+        ({"cv": None}, "cv must be an int >= 2, a splitter or an iterable of splits; got None."),
+        ({"cv": "five"}, "cv must be an int >= 2, a splitter or an iterable of splits; got 'five'."),
     ]:
         with pytest.raises(ParameterError, match=message):
             small(**settings).fit(*cycles())
+
+
+def test_splits_may_be_given_one_by_one():
+    X, y = cycles(30, length=20)
+    splits = list(StratifiedKFold(2).split(X, y))
+    found = [small(tune="random", n_candidates=3, cv=cv).fit(X, y).best_params_ for cv in (splits, 2)]
+    assert found[0] == found[1]
+
+
+@pytest.mark.parametrize("cv", [5, StratifiedKFold(2)], ids=["int", "splitter"])
+def test_a_class_of_one_case_cannot_be_tuned_for(cv):
+    X, y = cycles(20, length=20)
+    names = np.where(np.arange(20) == 4, "rare", np.array(["six", "eight"])[y])
+    with pytest.raises(InputError, match=r"tune needs at least two cases of every class; class rare has 1."):
+        small(tune="random", n_candidates=1, cv=cv).fit(X, names)
+    assert small().fit(X, names).classes_.tolist() == ["eight", "rare", "six"]
 
 
 # Files

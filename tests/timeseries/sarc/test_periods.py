@@ -11,6 +11,7 @@ from statsmodels.tsa.filters.hp_filter import hpfilter
 from heedful.errors import HeedfulWarning, InputError, MissingExtraError, ParameterError
 from heedful.timeseries import prominent_periods
 from heedful.timeseries.sarc.periods import components, hp_trend, multiples, strongest_periods
+from tests.conformance.typechecks import as_users_have_it
 
 LENGTHS = [3, 4, 5, 7, 8, 13, 14, 50, 200, 427]
 
@@ -84,7 +85,7 @@ def test_periods_are_those_of_the_definition(seed):
     n_frequencies=st.integers(1, 40),
     extend_to=st.integers(1, 200),
 )
-@pytest.mark.filterwarnings("ignore:The series is constant:heedful.errors.HeedfulWarning")
+@pytest.mark.filterwarnings("ignore:The series, or the mean of the series, is constant:heedful.errors.HeedfulWarning")
 def test_periods_lie_within_the_series_and_long_multiples_come_from_long_periods(series, n_frequencies, extend_to):
     length = len(series)
     base, extended = prominent_periods(np.array(series), n_frequencies=n_frequencies, extend_to=extend_to)
@@ -158,6 +159,11 @@ def test_settings_out_of_range_are_refused(settings, message):
 def test_series_that_have_no_spectrum_are_refused(series, message):
     with pytest.raises(InputError, match=message):
         prominent_periods(series)
+
+
+def test_a_series_of_text_is_refused():
+    with as_users_have_it(), pytest.raises(InputError, match="series must be a vector of numbers; could not convert"):
+        prominent_periods(["a", "b", "c"])
 
 
 def test_without_pywavelets_the_extra_is_named(monkeypatch):

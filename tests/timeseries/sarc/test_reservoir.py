@@ -167,8 +167,10 @@ def test_settings_out_of_range_are_refused():
         frequency_reservoir_states(inputs, w_seq, w_cyc, periods, leak=1.0)
     with pytest.raises(ParameterError, match=r"leak must be a number >= 0; got -0.1"):
         frequency_reservoir_states(inputs, w_seq, w_cyc, periods, leak=-0.1)
-    with pytest.raises(ParameterError, match=r"ridge must be a number > 0; got 0.0"):
+    with pytest.raises(ParameterError, match=r"ridge must be a number > 0 and <= .*; got 0.0"):
         reservoir_readout(np.zeros((3, 3, 40, 5)), inputs, periods, ridge=0.0)
+    with pytest.raises(ParameterError, match=r"ridge must be a number > 0 and <= .*; got inf"):
+        reservoir_readout(np.zeros((3, 3, 40, 5)), inputs, periods, ridge=np.inf)
     with pytest.raises(InputError, match="w_cyc has weights for 3 periods and 2 periods are given"):
         frequency_reservoir_states(inputs, w_seq, w_cyc, [1, 2])
     with pytest.raises(InputError, match="states are those of 3 reservoirs and 2 periods are given"):
@@ -184,6 +186,51 @@ def test_shapes_that_do_not_fit_are_told_apart():
         for weights in ((w_seq[:4, :4], w_cyc), (w_seq, w_cyc[:, :4, :4]), (w_seq[:4, :4], None)):
             with pytest.raises(InputError, match=r"inputs are those of 5 units, so w_seq must have shape \(5, 5\)"):
                 frequency_reservoir_states(inputs, *weights, periods)
-        for series in (inputs[:2], inputs[:, :39], inputs[..., 0]):
+        for series in (inputs[:2], inputs[:, :39]):
             with pytest.raises(InputError, match="states are those of 3 series of 40 points; series has shape"):
                 reservoir_readout(states, series, periods)
+
+
+def test_nested_lists_are_arrays():
+    inputs, w_seq, w_cyc, periods = draw()
+    states = frequency_reservoir_states(inputs, w_seq, w_cyc, periods)
+    with as_users_have_it():
+        listed = frequency_reservoir_states(inputs.tolist(), w_seq.tolist(), w_cyc.tolist(), periods)
+        weights = reservoir_readout(states.tolist(), inputs.tolist(), periods)
+    np.testing.assert_array_equal(listed, states)
+    np.testing.assert_allclose(weights, reservoir_readout(states, inputs, periods), rtol=0, atol=1e-12)
+
+
+def test_arrays_of_other_axes_are_refused_by_name():
+    inputs, w_seq, w_cyc, periods = draw()
+    states = frequency_reservoir_states(inputs, w_seq, w_cyc, periods)
+    with as_users_have_it():
+        for run, arguments, message in [
+            (
+                frequency_reservoir_states,
+                (inputs[0], w_seq, w_cyc),
+                r"inputs .* 3 axes \(cases, time, units\); got shape",
+            ),
+            (
+                frequency_reservoir_states,
+                (inputs, w_seq[0], w_cyc),
+                r"w_seq .* 2 axes \(units, units\); got shape \(5,\)",
+            ),
+            (
+                frequency_reservoir_states,
+                (inputs, w_seq, w_seq),
+                r"w_cyc .* 3 axes \(periods, units, units\); got shape",
+            ),
+            (frequency_reservoir_states, ([[[1.0], [1.0, 2.0]]], w_seq, w_cyc), "inputs .*; setting an array element"),
+            (
+                frequency_reservoir_states,
+                (inputs, w_seq.astype(str), w_cyc),
+                "w_seq must be an array of numbers .*; got <U",
+            ),
+            (frequency_reservoir_states, ([[[1, 2]]], w_seq, w_cyc), "inputs must be float32 or float64; got int64"),
+            (reservoir_readout, (states[0], inputs), r"states .* 4 axes \(cases, periods, time, units\); got shape"),
+            (reservoir_readout, (states.astype(int), inputs), "states must be float32 or float64; got int64"),
+            (reservoir_readout, (states, inputs[..., 0]), r"series .* 3 axes \(cases, time, channels\); got shape"),
+        ]:
+            with pytest.raises(InputError, match=message):
+                run(*arguments, periods)

@@ -261,6 +261,27 @@ def test_constant_series_fall_back_to_nine_periods_with_a_warning():
     assert not fitted.transform(np.ones((2, 20))).any()
 
 
+@pytest.mark.parametrize(
+    ("normalize", "other"),
+    [(True, lambda s: -s), (True, lambda s: 1 - 3.3 * s), (False, lambda s: -s), (False, lambda s: 0.1 - s)],
+    ids=["opposite", "opposite in normal form", "as they are", "as they are with an offset"],
+)
+def test_series_that_cancel_have_no_periods_whatever_the_rounding(normalize, other, seed):
+    series = waves(1, seed=seed)[0]
+    fitted = SpectralReservoir(normalize=normalize, random_state=0)
+    with pytest.warns(HeedfulWarning, match="the mean of the series, is constant .* the periods are 1 to 9"):
+        fitted.fit(np.stack([series, other(series)]))
+    assert fitted.base_periods_ == fitted.periods_ == [*range(1, 10)]
+
+
+def test_what_is_left_of_series_that_nearly_cancel_has_periods(seed):
+    t = np.arange(60)
+    series = waves(1, seed=seed)[0]
+    X = np.stack([series, 1e-6 * np.sin(2 * np.pi * t / 15) - series])
+    fitted = SpectralReservoir(normalize=False, random_state=0).fit(X)
+    assert 15 in fitted.base_periods_
+
+
 # Series of different lengths
 
 
@@ -430,6 +451,9 @@ def test_real_series_have_as_many_periods_as_were_found_before(name):
         ({"hp_lambda": -1}, "hp_lambda must be a number >= 0"),
         ({"extend_to": 0}, "extend_to must be an int >= 1; got 0."),
         ({"periods": "all", "extend_to": 0}, "extend_to must be an int >= 1; got 0."),
+        ({"periods": [3], "n_frequencies": 0}, "n_frequencies must be an int >= 1; got 0."),
+        ({"periods": "all", "hp_lambda": np.nan}, r"hp_lambda must be a number >= 0 and <= 1e\+12; got nan."),
+        ({"periods": [3], "hp_lambda": 1e13}, r"hp_lambda must be a number >= 0 and <= 1e\+12; got 10000000000000.0."),
         ({"spectral_radius": -0.1}, "spectral_radius must be a number >= 0"),
         ({"cycle_radius": -0.1}, "cycle_radius must be a number >= 0"),
         ({"leak": 1.0}, "leak must be a number >= 0 and < 1; got 1.0"),

@@ -1,4 +1,5 @@
 import pickle
+from fractions import Fraction
 
 import hypothesis
 import numpy as np
@@ -359,9 +360,13 @@ def test_before_fit_nothing_can_be_asked():
         model.state_digest,
         model.audit,
         lambda: model.save("x.safetensors"),
+        lambda: model.core_X_,
+        lambda: model.core_y_,
+        lambda: model.core_ids_,
     ):
-        with pytest.raises(NotFittedError):
+        with pytest.raises(NotFittedError, match="is not fitted yet"):
             ask()
+    assert not hasattr(model, "core_X_")
 
 
 @pytest.mark.parametrize(
@@ -507,6 +512,21 @@ def test_ids_are_routed_as_metadata(draw):
         routed = make_pipeline(FunctionTransformer(), model).fit(X, y, ids=np.arange(300))
     assert routed[-1].core_ids_.tolist() == pipeline[-1].core_ids_.tolist()
     assert routed[-1].audit()
+
+
+def test_classes_of_several_kinds_are_refused_in_later_parts_too(draw):
+    X, y = draw(100, 3, 0)
+    model = SelectiveSamplingClassifier(horizon=200).fit(X, y)
+    with pytest.raises(InputError, match=r"^classes must be a flat list of labels of one kind"):
+        model.partial_fit(X, y, classes=np.array([0, "one"], dtype=object))
+
+
+@pytest.mark.parametrize("kind", ["datetime64[D]", "timedelta64[s]", "S3", object])
+def test_labels_that_no_file_can_hold_are_refused(draw, kind):
+    X, y = draw(100, 3, 0)
+    labels = np.array([Fraction(each, 3) for each in y]) if kind is object else y.astype(kind)
+    with pytest.raises(InputError, match=r"^Labels must be numbers or text, .* e\.g\. \[str\(label\) for label in y\]"):
+        SelectiveSamplingClassifier().fit(X, y, classes=np.unique(labels))
 
 
 def test_classes_are_a_list_of_labels_and_no_wider_than_they_are(draw):

@@ -154,6 +154,15 @@ def test_a_file_that_was_altered_is_refused(draw, make, tmp_path):
         heedful.load(path)
 
 
+def test_a_threshold_of_another_kappa_is_not_laundered_by_a_file(draw, make, tmp_path):
+    X, y = draw(400, 5, 0)
+    model = make(horizon=400).fit(X, y, ids=np.arange(400))
+    model.set_params(kappa=0.5).save(tmp_path / "model.safetensors")
+    assert model.audit().findings == ("threshold_ is not what learning from the core gives.",)
+    with pytest.raises(FileFormatError, match="the digest does not match what the file holds"):
+        heedful.load(tmp_path / "model.safetensors")
+
+
 def test_only_safetensors_are_written(draw, make, tmp_path):
     X, y = draw(100, 3, 0)
     with pytest.raises(InputError, match=r"needs a path ending in \.safetensors"):

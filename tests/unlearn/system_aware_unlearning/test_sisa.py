@@ -144,6 +144,29 @@ def test_a_name_that_samples_share_deletes_them_all(draw):
     assert sum(len(shard.data) for shard in model.shards_) == 190
 
 
+def test_a_refit_that_fails_leaves_the_model_as_it_was(draw, monkeypatch):
+    X, y = draw(100, 4, 0)
+    model = SISAClassifier(RidgeClassifier(), n_shards=4, random_state=0).fit(X, y, ids=np.arange(100))
+    held = digest_of(vars(model))
+    for wrong in ({"ids": np.zeros(100, dtype=int)}, {"classes": [5, 6]}):
+        with pytest.raises(InputError):
+            model.fit(X[:, :3], y, **wrong)
+        assert digest_of(vars(model)) == held
+    train, calls = SISAClassifier._train, []
+
+    def fails(self, *args):
+        calls.append(args)
+        if len(calls) == 3:
+            raise MemoryError
+        return train(self, *args)
+
+    monkeypatch.setattr(SISAClassifier, "_train", fails)
+    with pytest.raises(MemoryError):
+        model.fit(X[:, :3], y)
+    assert digest_of(vars(model)) == held
+    assert model.unlearn([3]).removed == 1
+
+
 def test_a_deletion_that_fails_leaves_the_model_as_it_was(draw, monkeypatch):
     X, y = draw(200, 5, 0)
     model = SISAClassifier(RidgeClassifier(), n_shards=5, random_state=0).fit(X, y, ids=np.arange(200))

@@ -8,6 +8,7 @@ from sklearn.base import clone
 from sklearn.linear_model import LogisticRegression, RidgeClassifier
 from sklearn.preprocessing import StandardScaler
 
+from heedful.errors import InputError
 from heedful.unlearn import (
     AuditReport,
     KernelSelectiveSamplingClassifier,
@@ -244,6 +245,31 @@ def test_a_strict_audit_wants_a_horizon_from_before(draw):
     assert model.audit(strict=True).findings == (
         "horizon was not declared: the threshold tells how many samples fit was given.",
     )
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"ids": np.zeros(400, dtype=int)},
+        {"ids": np.arange(399)},
+        {"classes": [5, 6]},
+        {"classes": [0]},
+    ],
+    ids=["same ids", "few ids", "other classes", "one class"],
+)
+def test_a_refit_that_fails_leaves_the_model_as_it_was(draw, model, wrong):
+    X, y = draw(400, 5, 0)
+    model.fit(X, y, ids=np.arange(400))
+    digest, held = model.state_digest(), digest_of(vars(model))
+    with pytest.raises(InputError):
+        model.fit(X[:, :3], y, **{"ids": np.arange(400), **wrong})
+    assert (model.state_digest(), digest_of(vars(model))) == (digest, held)
+    assert model.audit(strict=True)
+    assert model.unlearn(model.core_ids_[:3]).removed == 3
+    fresh = clone(model)
+    with pytest.raises(InputError):
+        fresh.fit(X[:, :3], y, **{"ids": np.arange(400), **wrong})
+    assert vars(fresh).keys() == fresh.get_params(deep=False).keys()
 
 
 def test_a_deletion_that_fails_leaves_the_model_as_it_was(draw, model, monkeypatch):

@@ -1,3 +1,5 @@
+import functools
+
 import numpy as np
 import pytest
 from scipy import sparse
@@ -13,7 +15,7 @@ from sklearn.model_selection import KFold, ShuffleSplit
 from sklearn.naive_bayes import GaussianNB
 from sklearn.neighbors import KNeighborsClassifier
 from sklearn.pipeline import make_pipeline
-from sklearn.preprocessing import PolynomialFeatures
+from sklearn.preprocessing import Normalizer, PolynomialFeatures, StandardScaler
 from sklearn.random_projection import SparseRandomProjection
 from sklearn.svm import SVC
 from sklearn.tree import DecisionTreeClassifier
@@ -89,6 +91,7 @@ def test_leverages_and_estimator_see_the_features(draw, feature_map, n_features)
     np.testing.assert_array_equal(model.predict(X), peer.predict(mapped))
     model.unlearn(model.core_ids_[:4])
     assert model.audit()
+    assert clone(model).fit(X, y).audit()
 
 
 def test_a_feature_map_cannot_know_the_data(draw):
@@ -104,6 +107,37 @@ def test_a_feature_map_cannot_know_the_data(draw):
     frozen = SystemAwareUnlearner(RidgeClassifier(random_state=0), feature_map=public).fit(X, y)
     assert frozen.estimator_.n_features_in_ == 2
     assert frozen.audit()
+
+
+@pytest.mark.parametrize(
+    "method",
+    [
+        lambda X: StandardScaler().fit(X).transform,
+        lambda X: make_pipeline(StandardScaler(), PCA(2)).fit(X).transform,
+        lambda X: functools.partial(StandardScaler().fit(X).transform, copy=True),
+    ],
+    ids=["scaler", "pipeline", "partial"],
+)
+def test_a_method_of_a_fitted_transformer_is_refused(draw, method):
+    X, y = draw(300, 4, 0)
+    model = SystemAwareUnlearner(RidgeClassifier(random_state=0), feature_map=method(X), horizon=300)
+    with pytest.raises(ParameterError, match=r"feature_map is a method of a fitted .*FrozenEstimator\(transformer\)"):
+        model.fit(X, y)
+
+
+def test_the_digest_tells_feature_maps_of_one_name_apart(draw):
+    X, y = draw(300, 4, 0)
+
+    def shifted(by):
+        return lambda X: X + 0 * by
+
+    def digest(by):
+        return SystemAwareUnlearner(RidgeClassifier(random_state=0), feature_map=shifted(by)).fit(X, y).state_digest()
+
+    assert digest(X[0]) == digest(X[0]) != digest(X[1])
+    stateless = SystemAwareUnlearner(RidgeClassifier(random_state=0), feature_map=Normalizer().transform, horizon=300)
+    assert stateless.fit(X, y).audit(strict=True)
+    assert clone(stateless).fit(X, y).state_digest() == stateless.state_digest()
 
 
 def test_sparse_features_are_selected_and_learned_from(draw):

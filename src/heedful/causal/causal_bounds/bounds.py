@@ -21,7 +21,7 @@ from heedful._random import numpy_generator
 from heedful._results import Report, track
 from heedful._validation import require_choice, require_number
 from heedful.causal.causal_bounds.duals import Problem, cross_fitted_dual, dual_values
-from heedful.causal.causal_bounds.estimands import Estimand, Sortable, make_estimand
+from heedful.causal.causal_bounds.estimands import Estimand, Sortable, make_estimand, require_design
 from heedful.causal.causal_bounds.transport import (
     Transport,
     TransportValue,
@@ -358,11 +358,7 @@ class _Analysis:
             outcome, treatment, covariates, propensity=propensity, covariate_scale=covariate_scale, stacklevel=4
         )
         y0, y1, z0, _, a, b = self.trial
-        if estimand == "neyman_variance" and max(np.ptp(a) / a.min(), np.ptp(b) / b.min()) > 1e-9:
-            raise ParameterError(
-                "estimand='neyman_variance' is the variance of a difference in means, which is no estimate of the effect "
-                "where propensities differ. Take 'effect_variance', or leave propensity out."
-            )
+        require_design(estimand, a, b)
         self.estimand: Estimand = make_estimand(estimand, y0, y1, a, b, threshold=threshold)
         self.confidence, self.solver, self.reg = confidence, solver, reg
         if not z0.shape[1]:  # nothing to pay for
@@ -370,7 +366,10 @@ class _Analysis:
         self.sorts = self.estimand.sortable is not None and not z0.shape[1] and confidence is None
         self.notes: tuple[str, ...] = ()
         if propensity is None:
-            self.notes += ("No propensity was given: treatment is taken to be assigned completely at random.",)
+            self.notes += (
+                "No propensity was given: treatment is taken to be assigned completely at random. If it was chosen, the "
+                "bounds are about who chose, too.",
+            )
         if solver == "sinkhorn" and not self.sorts:
             self.notes += (
                 "Values of entropic plans, extrapolated to zero entropy, approximate those of the cheapest plan: bounds may "

@@ -1,16 +1,21 @@
 """Dual values of units that fitted nothing: what η is chosen by, and what confidence limits are made of.
 
-Half of the units fit dual variables v of the treated, which two c-transforms extend to functions of any unit,
+Half of the units fit dual variables v of the treated, which extend to functions of any unit,
 
-    f(y, z) = min_k h(y, y1_k) + η ‖z − z1_k‖² − v_k,        g(y, z) = min_j h(y0_j, y) + η ‖z0_j − z‖² − f(y0_j, z0_j),
+    f(y, z) = min_k h(y, y1_k) + η ‖z − z1_k‖² − v_k,        g(y, z) = min over control outcomes y0 of h(y0, y) − f(y0, z),
 
-so that f + g ≤ h + η d², and E f(Y0, Z) + E g(Y1, Z) is at most the optimal value of the population, however v was found.
+so that f(y0, z) + g(y1, z) ≤ h(y0, y1) at any covariates z, in however many dimensions, and E f(Y0, Z) + E g(Y1, Z) is at
+most the sharp conditional bound V_c, however v was found. (The c-transform of the joint problem, with a minimum over
+controls that have covariates of their own, keeps that promise at those controls alone; in several dimensions the gaps
+between them lift its values far above V_c.)
+
 The means over the other half would carry η times the chance imbalance of the covariates between its arms. But Z has the
 same law in both arms, so with φ(z) = f(c0, z) and γ(z) = g(c1, z), at fixed outcomes c0 and c1,
 
     D = mean over controls of f − φ  +  mean over treated of g − γ  +  mean over all units of φ + γ
 
-has the same expectation, and as φ + γ ≤ h(c0, c1) none of its terms grows with η.
+has the same expectation, and as φ + γ ≤ h(c0, c1) none of its terms grows with η. Control outcomes are c0 and at most 64
+that are spread over those of the sample.
 """
 
 from collections.abc import Callable
@@ -24,6 +29,7 @@ from heedful.causal.causal_bounds.trial import Trial, squared_distances
 
 Block: TypeAlias = tuple[slice, slice]  # some controls and some treated units
 _BLOCK = 1 << 18  # pairs in work at once
+_OUTCOMES = 64  # of controls, that g takes its minimum over: work grows with them
 
 
 class Problem(NamedTuple):
@@ -74,22 +80,21 @@ class DualValues(NamedTuple):
 
 def dual_values(problem: Problem, eta: float, fit: Block, on: Block, *, sign: int = 1) -> DualValues:
     """Fit dual variables to one block and evaluate the functions f and g on another, for ``sign`` · h."""
-    trial, (h, d2) = problem.trial, (problem.transport.h, problem.transport.d2)
+    fitted, evaluated = problem.trial.take(*fit), problem.trial.take(*on)
     v = problem.transport.block(*fit).potential(eta, sign=sign)
-    f, g = np.empty(len(trial.a)), np.full(len(trial.b[on[1]]), np.inf)
-    for some in _chunks(len(f), len(trial.b)):
-        f[some] = (eta * d2[some, fit[1]] + sign * h[some, fit[1]] - v).min(axis=1)
-        reduced = eta * d2[some, on[1]] + sign * h[some, on[1]] - f[some, None]
-        np.minimum(g, reduced.min(axis=0), out=g)
+    f = np.empty(len(evaluated.a))
+    for some in _chunks(len(f), len(v)):
+        between = eta * squared_distances(evaluated.z0[some], fitted.z1)
+        f[some] = (between + sign * problem.cost(evaluated.y0[some], fitted.y1) - v).min(axis=1)
 
-    fitted, evaluated = trial.take(*fit), trial.take(*on)
-    z = np.concatenate([evaluated.z0, evaluated.z1])
     center0, center1 = fitted.a @ fitted.y0, fitted.b @ fitted.y1
-    of_treated = sign * problem.cost(center0[None], fitted.y1)[0] - v
-    of_controls = sign * problem.cost(trial.y0, center1[None])[:, 0] - f
-    phi = _envelope(z, fitted.z1, of_treated, eta)
-    gamma = _envelope(z, trial.z0, of_controls, eta, own=range(len(trial.a))[on[0]])
-    return DualValues(f[on[0]], g, phi, gamma, evaluated.a, evaluated.b)
+    outcomes = np.concatenate([center0[None], spread_out(problem.trial.y0)])
+    z = np.concatenate([evaluated.z0, evaluated.z1])
+    at_outcomes = _f_at(z, fitted.z1, sign * problem.cost(outcomes, fitted.y1) - v, eta)
+    h = sign * problem.cost(outcomes, np.concatenate([center1[None], evaluated.y1]))
+    g = (h[:, 1:].T - at_outcomes[len(f) :]).min(axis=1)
+    gamma = (h[:, 0] - at_outcomes).min(axis=1)
+    return DualValues(f, g, at_outcomes[:, 0], gamma, evaluated.a, evaluated.b)
 
 
 def cross_fitted_dual(problem: Problem, eta: float, *, sign: int = 1) -> tuple[float, float]:
@@ -101,24 +106,25 @@ def cross_fitted_dual(problem: Problem, eta: float, *, sign: int = 1) -> tuple[f
     return float(np.mean([dual.value() for dual in duals])), float(error)
 
 
-def _envelope(
-    z: Float[np.ndarray, "k dz"],
-    centers: Float[np.ndarray, "l dz"],
-    offsets: Float[np.ndarray, " l"],
-    eta: float,
-    *,
-    own: range = range(0),
-) -> Float[np.ndarray, " k"]:
-    """min_l offsets_l + η ‖z − centers_l‖² at each z; the first points are the centers ``own``, and leave themselves out.
+def spread_out(outcomes: Float[np.ndarray, "n dy"]) -> Float[np.ndarray, "s dy"]:
+    """At most ``_OUTCOMES`` of them, evenly spaced in their order, the least and the largest among them."""
+    distinct = np.unique(outcomes, axis=0)
+    if len(distinct) <= _OUTCOMES:
+        return distinct
+    return distinct[np.linspace(0, len(distinct) - 1, _OUTCOMES).round().astype(int)]
 
-    A treated unit is no center of γ either: so all points see centers that are other units.
-    """
-    least = np.empty(len(z))
-    for some in _chunks(len(z), len(centers)):
-        values = eta * squared_distances(z[some], centers) + offsets
-        themselves = own[some]
-        values[np.arange(len(themselves)), themselves] = np.inf
-        least[some] = values.min(axis=1)
+
+def _f_at(
+    z: Float[np.ndarray, "k dz"], z1: Float[np.ndarray, "l dz"], costs: Float[np.ndarray, "s l"], eta: float
+) -> Float[np.ndarray, "k s"]:
+    """min_l costs[s, l] + η ‖z − z1_l‖² at each z, for each s."""
+    least = np.empty((len(z), len(costs)))
+    for some in _chunks(len(z), len(z1)):
+        between = eta * squared_distances(z[some], z1)
+        work = np.empty_like(between)
+        for column, cost in zip(least[some].T, costs, strict=True):
+            np.add(between, cost, out=work)
+            work.min(axis=1, out=column)
     return least
 
 

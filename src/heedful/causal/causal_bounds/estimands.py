@@ -95,6 +95,15 @@ def make_estimand(
     return _MAKERS[estimand](_Arms(y0, y1, a @ y0, b @ y1, a, b), float(threshold))
 
 
+def require_design(estimand: Any, a: Float[np.ndarray, " n"], b: Float[np.ndarray, " m"]) -> None:
+    """Raise ``ParameterError`` for Neyman's variance of units that do not weigh alike."""
+    if estimand == "neyman_variance" and any(np.ptp(weights) > 1e-9 * weights.min() for weights in (a, b)):
+        raise ParameterError(
+            "estimand='neyman_variance' is the variance of a difference in means, which is no estimate of the effect "
+            "where propensities differ, between units or strata. Take 'effect_variance', or leave them out."
+        )
+
+
 @dataclasses.dataclass(frozen=True)
 class _Arms:
     y0: Float[np.ndarray, "n dy"]

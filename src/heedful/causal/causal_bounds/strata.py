@@ -8,7 +8,7 @@ from scipy import sparse
 
 from heedful._results import track
 from heedful.causal.causal_bounds.bounds import Bounds, sorted_value
-from heedful.causal.causal_bounds.estimands import Estimand, make_estimand
+from heedful.causal.causal_bounds.estimands import Estimand, make_estimand, require_design
 from heedful.causal.causal_bounds.transport import Transport
 from heedful.causal.causal_bounds.trial import Trial, read_outcome, read_treatment, squared_distances
 from heedful.errors import InputError
@@ -76,6 +76,7 @@ def conditional_bounds(outcome, treatment, strata, *, estimand="effect_variance"
     )
     none = np.empty((len(y), 0))
     trial = Trial(y[~treated], y[treated], none[~treated], none[treated], a, b)
+    require_design(estimand, a, b)
     of_trial = make_estimand(estimand, trial.y0, trial.y1, a, b, threshold=threshold)
 
     means = np.zeros(2)
@@ -106,7 +107,10 @@ def conditional_bounds(outcome, treatment, strata, *, estimand="effect_variance"
         estimand=of_trial.name,
         n_control=len(a),
         n_treated=len(b),
-        notes=(f"Exact within {len(labels)} strata.",),
+        notes=(
+            f"Exact within {len(labels)} strata, in which treatment is taken to be assigned at random. If it was chosen, the "
+            "bounds are about who chose, too.",
+        ),
     )
 
 

@@ -149,7 +149,7 @@ def _read_covariates(covariates, n: int, scale: str | None, stacklevel: int) -> 
             f"covariates have NaN or infinite entries in column {_listed(np.array(names, dtype=object)[bad])}. "
             "Remove those rows or impute them."
         )
-    constant = np.ptp(numbers, axis=0) == 0
+    constant = np.ptp(numbers, axis=0) <= 1e-12 * np.abs(numbers).max(axis=0, initial=0)  # rounding is no variation
     if constant.any():
         warnings.warn(
             f"covariates do not vary in column {_listed(np.array(names, dtype=object)[constant])}: dropped.",

@@ -2,6 +2,7 @@
 
 import itertools
 import numbers
+from collections.abc import Iterable
 from typing import Any, TypeVar
 
 import numpy as np
@@ -12,7 +13,7 @@ from heedful._files import Saved
 from heedful._random import numpy_generator, spawn
 from heedful._results import track
 from heedful._validation import require_choice, require_fitted, require_number
-from heedful.errors import MissingExtraError
+from heedful.errors import InputError, MissingExtraError, ParameterError
 from heedful.timeseries._series import Series, validate_series
 from heedful.timeseries.sarc._linear import LinearOnFeatures, linear_from_saved, linear_to_saved
 from heedful.timeseries.sarc.transformer import SpectralReservoir
@@ -45,7 +46,7 @@ class SARCClassifier(LinearOnFeatures, Saved, BaseEstimator):
         cross-validation decides; the features, which no label enters, are made once for each candidate.
     n_candidates : int
         For ``tune="random"``.
-    cv : int or splitter
+    cv : int, splitter or iterable of splits
         Stratified folds of ``tune``, fewer where a class has fewer cases.
     periods, n_frequencies, wavelet, hp_lambda, extend_to, spectral_radius, cycle_radius, leak, input_scaling, ridge, \
 reservoir, cyclic, max_pool, normalize, dtype, max_memory, n_jobs
@@ -142,7 +143,8 @@ reservoir, cyclic, max_pool, normalize, dtype, max_memory, n_jobs
         ParameterError
             For a setting out of range.
         InputError
-            If series are too short, of different channels, or not finite (it says which), or y holds one class.
+            If series are too short, of different channels, or not finite (it says which), or y holds one class, or one
+            case of a class that ``tune`` would part into folds.
         """
         self._check_parameters()
         series = validate_series(self, X, reset=True)
@@ -151,6 +153,7 @@ reservoir, cyclic, max_pool, normalize, dtype, max_memory, n_jobs
         transformer = SpectralReservoir(**{name: getattr(self, name) for name in SpectralReservoir._get_param_names()})
         transformer.set_params(random_state=weights_seed)
         if self.tune is not None:
+            transformer._check_parameters()  # also of the settings that will be replaced
             transformer.set_params(**self._choose(transformer, X, series, y, tuning_seed))
         self.transformer_ = transformer.fit(X)
         self.best_params_ = {name: getattr(transformer, name) for name in _GRID}
@@ -182,6 +185,10 @@ reservoir, cyclic, max_pool, normalize, dtype, max_memory, n_jobs
 
     def _choose(self, transformer: SpectralReservoir, X, series: Series, y: np.ndarray, seed: int) -> dict[str, float]:
         """The settings with the best accuracy in cross-validation, among equals the first in the order of the grid."""
+        counts = np.unique(y, return_counts=True)[1]
+        if counts.min() < 2:
+            alone = self.classes_[counts.argmin()]
+            raise InputError(f"tune needs at least two cases of every class; class {alone} has 1.")
         generator = numpy_generator(seed)
         points = list(itertools.product(*_GRID.values()))
         if self.tune == "random":
@@ -190,7 +197,7 @@ reservoir, cyclic, max_pool, normalize, dtype, max_memory, n_jobs
             points = [points[i] for i in sorted(chosen.tolist())]
         cv = self.cv
         if isinstance(cv, numbers.Integral):
-            cv = max(2, min(cv, int(np.unique(y, return_counts=True)[1].min())))
+            cv = max(2, min(cv, int(counts.min())))
         folds = list(check_cv(cv, y, classifier=True).split(series.lengths, y))
         scores: dict[tuple[float, ...], float] = {}
         # Candidates that differ in the penalty alone stand side by side, and share all but the last step.
@@ -209,6 +216,8 @@ reservoir, cyclic, max_pool, normalize, dtype, max_memory, n_jobs
         require_number(self.n_candidates, "n_candidates", low=1, integer=True)
         if isinstance(self.cv, numbers.Integral):
             require_number(self.cv, "cv", low=2, integer=True)
+        elif isinstance(self.cv, str) or not (hasattr(self.cv, "split") or isinstance(self.cv, Iterable)):
+            raise ParameterError(f"cv must be an int >= 2, a splitter or an iterable of splits; got {self.cv!r}.")
 
     def _to_saved(self) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
         require_fitted(self)

@@ -9,7 +9,7 @@ cycle may be faint beside others and still tell the classes apart.
 """
 
 import warnings
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from jaxtyping import Float
@@ -75,15 +75,19 @@ def prominent_periods(
     >>> 20 in found.base, [p for p in found.extended if p % 20 == 0]
     (True, [20, 40, 60, 80])
     """
-    _check_settings(n_frequencies, wavelet, hp_lambda, extend_to)
-    series = np.asarray(series, dtype=np.float64)
+    check_ranges(n_frequencies, hp_lambda, extend_to)
+    _check_wavelet(wavelet)
+    try:
+        series = np.asarray(series, dtype=np.float64)
+    except (TypeError, ValueError) as error:
+        raise InputError(f"series must be a vector of numbers; {error}.") from error
     if series.ndim != 1 or len(series) < 3:
         raise InputError(f"series must be a vector of at least 3 time points; got shape {series.shape}.")
     require_finite(series, "series")
     fallback = list(range(1, min(9, len(series) - 1) + 1))
     if series.min() == series.max():
         warnings.warn(
-            f"The series is constant and has no spectrum: the periods are 1 to {fallback[-1]}.",
+            f"The series, or the mean of the series, is constant and has no spectrum: the periods are 1 to {fallback[-1]}.",
             HeedfulWarning,
             stacklevel=2,
         )
@@ -138,10 +142,14 @@ def multiples(base: list[int], length: int, extend_to: int) -> list[int]:
     return sorted(set(base).union(*(range(p, end, p) for p, end in zip(base, ends, strict=True))))
 
 
-def _check_settings(n_frequencies, wavelet, hp_lambda, extend_to) -> None:
+def check_ranges(n_frequencies: Any, hp_lambda: Any, extend_to: Any) -> None:
+    """Raise ``ParameterError`` unless these settings of ``prominent_periods`` are numbers in range."""
     require_number(n_frequencies, "n_frequencies", low=1, integer=True)
     require_number(hp_lambda, "hp_lambda", low=0, high=1e12)  # beyond, the system is singular in float64
     require_number(extend_to, "extend_to", low=1, integer=True)
+
+
+def _check_wavelet(wavelet) -> None:
     try:
         import pywt
     except ImportError as error:

@@ -8,6 +8,7 @@ States are row vectors. The arithmetic of a case never involves another one.
 """
 
 from collections.abc import Sequence
+from sys import float_info
 from typing import Any
 
 import numpy as np
@@ -50,8 +51,10 @@ def frequency_reservoir_states(
     2nKLh² multiply-adds. Steps are the outer loop, and all cases and periods take one together.
     """
     check_leak(leak)
-    if inputs.dtype not in (np.float32, np.float64):  # states are kept in it
-        raise InputError(f"inputs must be float32 or float64; got {inputs.dtype}.")
+    inputs = _as_floats(inputs, "inputs", ("cases", "time", "units"))  # states are kept in their dtype
+    w_seq = _as_numbers(w_seq, "w_seq", ("units", "units"))
+    if w_cyc is not None:
+        w_cyc = _as_numbers(w_cyc, "w_cyc", ("periods", "units", "units"))
     n, length, h = inputs.shape
     lags = as_lags(periods)
     if w_cyc is None:
@@ -110,7 +113,9 @@ def reservoir_readout(
     -----
     O(nK min(4Lu² + 8u³, 2L²u + L³)). Products are taken in the dtype of ``states``, systems are solved in float64.
     """
-    require_number(ridge, "ridge", low=0, open_low=True)
+    require_number(ridge, "ridge", low=0, high=float_info.max, open_low=True)
+    states = _as_floats(states, "states", ("cases", "periods", "time", "units"))
+    series = _as_numbers(series, "series", ("cases", "time", "channels"))
     return readouts(states, series, periods, [ridge])[0]
 
 
@@ -125,7 +130,7 @@ def readouts(
     lags = as_lags(periods)
     if len(lags) != n_reservoirs:
         raise InputError(f"states are those of {n_reservoirs} reservoirs and {len(lags)} periods are given.")
-    if series.ndim != 3 or series.shape[:2] != (n, length):
+    if series.shape[:2] != (n, length):
         raise InputError(
             f"states are those of {n} series of {length} points; series has shape {series.shape}, which is to be (n, L, d)."
         )
@@ -184,3 +189,25 @@ def as_lags(periods: Any) -> Int[np.ndarray, " K"]:
     if lags.ndim != 1 or len(lags) == 0 or lags.dtype.kind not in "iu" or lags.min() < 1:
         raise ParameterError(f"periods must be a non-empty sequence of int >= 1; got {periods!r}.")
     return lags
+
+
+def _as_numbers(values: Any, name: str, axes: tuple[str, ...]) -> np.ndarray:
+    """``values`` as an array of real numbers that has these axes, or ``InputError``."""
+    needed = f"{name} must be an array of numbers with {len(axes)} axes ({', '.join(axes)})"
+    try:
+        array = np.asarray(values)
+    except ValueError as error:  # nested lists of different lengths
+        raise InputError(f"{needed}; {error}.") from error
+    if array.ndim != len(axes):
+        raise InputError(f"{needed}; got shape {array.shape}.")
+    if array.dtype.kind not in "fiub":
+        raise InputError(f"{needed}; got {array.dtype}.")
+    return array
+
+
+def _as_floats(values: Any, name: str, axes: tuple[str, ...]) -> np.ndarray:
+    """``_as_numbers``, in a dtype to compute in."""
+    array = _as_numbers(values, name, axes)
+    if array.dtype not in (np.float32, np.float64):
+        raise InputError(f"{name} must be float32 or float64; got {array.dtype}.")
+    return array

@@ -19,7 +19,7 @@ from heedful._validation import require_choice, require_fitted, require_number
 from heedful.errors import ParameterError
 from heedful.timeseries._series import Series, validate_series
 from heedful.timeseries.sarc._blocks import BLOCK, cut_into_blocks, read_block, states_of
-from heedful.timeseries.sarc.periods import prominent_periods
+from heedful.timeseries.sarc.periods import check_ranges, prominent_periods
 from heedful.timeseries.sarc.reservoir import as_lags, check_leak, readouts, recurrent_weights
 
 T = TypeVar("T", bound="SpectralReservoir")
@@ -289,7 +289,7 @@ class SpectralReservoir(TransformerMixin, Saved, BaseEstimator):
             require_choice(self.periods, "periods", _MODES)
         else:
             as_lags(self.periods)
-        require_number(self.extend_to, "extend_to", low=1, integer=True)
+        check_ranges(self.n_frequencies, self.hp_lambda, self.extend_to)
         require_number(self.spectral_radius, "spectral_radius", low=0, high=float_info.max)
         require_number(self.cycle_radius, "cycle_radius", low=0, high=float_info.max)
         check_leak(self.leak)
@@ -345,15 +345,19 @@ class SpectralReservoir(TransformerMixin, Saved, BaseEstimator):
 
 
 def _reference(series: Series, length: int, *, normalize: bool) -> np.ndarray:
-    """Mean over cases and channels of the normalised series, each stretched to ``length``."""
-    total = np.zeros(length)
+    """Mean over cases and channels of the normalised series, each stretched to ``length``; zeros where they cancel."""
+    total, size = np.zeros(length), 0.0
     grid = np.linspace(0, 1, length)
     for rows in cut_into_blocks(series.lengths):
         block = read_block(series, rows, input_scaling=1.0, normalize=normalize, dtype="float64")
         for group, own in block.groups:
-            means = block.series[group, -own:].mean(axis=2)
+            values = block.series[group, -own:]
+            means = values.mean(axis=2)
+            size += float(np.abs(values / (len(series.lengths) * values[0].size)).sum())
             total += sum(m if own == length else np.interp(grid, np.linspace(0, 1, own), m) for m in means)
-    return total / len(series.lengths)
+    mean = total / len(series.lengths)
+    # What is left of series that cancel is rounding, which has a spectrum too.
+    return np.zeros(length) if np.abs(mean - mean.mean()).max() <= 1e-12 * size else mean
 
 
 @functools.cache

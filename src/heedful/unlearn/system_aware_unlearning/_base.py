@@ -20,6 +20,7 @@ from heedful.unlearn.system_aware_unlearning._data import (
     known_classes,
     requested_ids,
     require_known,
+    restored_on_failure,
     row_keys,
     rows_like,
 )
@@ -58,7 +59,7 @@ class CoreSetClassifier(ClassifierMixin, BaseEstimator):
     unique_ids: bool
 
     def fit(self: C, X, y, *, ids=None, classes=None) -> C:
-        """Choose the samples to keep, without a look at y, and learn from them.
+        """Choose the samples to keep, without a look at y, and learn from them. If it fails, the model stays as it was.
 
         Parameters
         ----------
@@ -84,11 +85,12 @@ class CoreSetClassifier(ClassifierMixin, BaseEstimator):
             If data are not finite, shapes disagree, ids are not unique, or y has one class and ``classes`` is not given.
         """
         self._check_parameters()
-        X, y = checked_data(self, X, y, reset=True)
-        self.classes_ = known_classes(y, classes)
-        self._set_threshold(len_of(X))
-        self._prepare()
-        return self._absorb(None, X, y, ids)
+        with restored_on_failure(self):
+            X, y = checked_data(self, X, y, reset=True)
+            self.classes_ = known_classes(y, classes)
+            self._set_threshold(len_of(X))
+            self._prepare()
+            return self._absorb(None, X, y, ids)
 
     @available_if(_takes_parts)
     def partial_fit(self: C, X, y, *, ids=None, classes=None) -> C:
@@ -114,9 +116,9 @@ class CoreSetClassifier(ClassifierMixin, BaseEstimator):
         if first:
             return self.fit(X, y, ids=ids, classes=classes)
         self._check_parameters()
-        if classes is not None and not np.array_equal(np.unique(classes), self.classes_):
+        if classes is not None and not np.array_equal(given := known_classes(np.asarray(y), classes), self.classes_):
             raise InputError(
-                f"classes={np.unique(classes).tolist()} is not what the first call was given, {self.classes_.tolist()}. "
+                f"classes={given.tolist()} is not what the first call was given, {self.classes_.tolist()}. "
                 "The class list is fixed; leave classes out."
             )
         X, y = checked_data(self, X, y, reset=False)
@@ -185,7 +187,8 @@ class CoreSetClassifier(ClassifierMixin, BaseEstimator):
         Equal digests mean equal states, bit for bit. It depends on what the samples are and the machine's way to round.
         """
         self._fitted_core()
-        return digest_of([type(self).__name__, self._public(), self._arrays()])
+        threshold = f"{self.threshold_:.12g}"  # the last bit of a power is the machine's
+        return digest_of([type(self).__name__, self._public() | {"threshold": threshold}, self._arrays()])
 
     def audit(self, *, strict: bool = False) -> AuditReport:
         """Learn anew from the stored samples and compare every attribute, bit for bit.
@@ -249,17 +252,18 @@ class CoreSetClassifier(ClassifierMixin, BaseEstimator):
     @property
     def core_X_(self):
         """The stored samples as they were given, in order of arrival."""
-        return self._core.X
+        return self._fitted_core().X
 
     @property
     def core_y_(self) -> np.ndarray:
         """Their labels."""
-        return self.classes_[self._core.codes]
+        codes = self._fitted_core().codes
+        return self.classes_[codes]
 
     @property
     def core_ids_(self) -> np.ndarray | None:
         """Their ids, None if there are none."""
-        return self._core.ids
+        return self._fitted_core().ids
 
     def __sklearn_is_fitted__(self) -> bool:
         return hasattr(self, "_core")

@@ -4,6 +4,8 @@ NumPy and SciPy let an array say more than its values: a string array is as wide
 slice keeps the whole it was cut from, pruned sparse matrices may keep their old buffers, and −0.0 is not 0.0 in bits.
 """
 
+import contextlib
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -137,12 +139,30 @@ def _summed(X):
     return X
 
 
+@contextlib.contextmanager
+def restored_on_failure(model: Any) -> Iterator[None]:
+    """All attributes of ``model`` are what they were if what is done meanwhile fails."""
+    before = dict(vars(model))
+    try:
+        yield
+    except BaseException:
+        vars(model).clear()
+        vars(model).update(before)
+        raise
+
+
 def known_classes(y: np.ndarray, classes: Any) -> np.ndarray:
     """The sorted class list: ``classes`` if given, else the labels of y; at least two."""
     try:
         found = np.unique(y if classes is None else column_or_1d(classes))
     except (TypeError, ValueError) as error:
         raise InputError(f"classes must be a flat list of labels of one kind; {error}.") from error
+    plain = all(isinstance(name, (str, int, float)) for name in found.tolist())
+    if found.dtype.kind not in "biufUO" or not plain:
+        raise InputError(
+            f"Labels must be numbers or text, which a file can hold; got {found.dtype} values such as {found[:1].tolist()}. "
+            "Convert them first, e.g. [str(label) for label in y]."
+        )
     if found.dtype.kind == "U":
         found = np.array(found.tolist())  # no wider than the longest name
     if len(found) < 2:

@@ -37,8 +37,10 @@ class KernelSelectiveSamplingClassifier(SavedCoreSetClassifier):
         k(x, x′), as in ``sklearn.metrics.pairwise``.
     gamma : float, optional
         > 0; None is 1/d. Nothing here is scaled by the variance of the data, which would tell of all samples.
-    degree, coef0 : float, float
-        Of the polynomial kernel, (γ xᵀx′ + coef0)^degree.
+    degree : int
+        Of the polynomial kernel, (γ xᵀx′ + coef0)^degree; >= 1.
+    coef0 : float
+        >= 0.
     kappa, ridge, horizon
         As in ``SelectiveSamplingClassifier``. How many samples are kept depends on the kernel: on how many directions of
         feature space the data fill.
@@ -119,7 +121,7 @@ class KernelSelectiveSamplingClassifier(SavedCoreSetClassifier):
         require_choice(self.kernel, "kernel", tuple(_PARAMETERS))
         if self.gamma is not None:
             require_number(self.gamma, "gamma", low=0, open_low=True)
-        require_number(self.degree, "degree", low=1)
+        require_number(self.degree, "degree", low=1, integer=True)
         require_number(self.coef0, "coef0", low=0)
 
     def _learn(self, core: Core) -> dict[str, Any]:

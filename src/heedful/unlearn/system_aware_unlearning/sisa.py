@@ -29,6 +29,7 @@ from heedful.unlearn.system_aware_unlearning._data import (
     known_classes,
     requested_ids,
     require_known,
+    restored_on_failure,
     row_keys,
     rows_like,
 )
@@ -102,6 +103,8 @@ class SISAClassifier(MetaEstimatorMixin, ClassifierMixin, BaseEstimator):
     def fit(self, X, y, *, ids=None, classes=None) -> "SISAClassifier":
         """Cut the data into shards and slices at random and train a model on each shard.
 
+        If it fails, the model stays as it was.
+
         Parameters
         ----------
         X : array-like or sparse matrix of shape (n, d)
@@ -136,16 +139,17 @@ class SISAClassifier(MetaEstimatorMixin, ClassifierMixin, BaseEstimator):
             raise ParameterError(
                 f"voting='soft' needs predict_proba, which {self.estimator!r} lacks. Use voting='hard'."
             )
-        X, y = checked_data(self, X, y, accept_sparse=self._sparse(), reset=True)
-        self.classes_ = known_classes(y, classes)
-        codes = require_known(class_codes(y, self.classes_), y, self.classes_)
-        ids = checked_ids(ids, len_of(X), unique=self.unique_ids)
-        order = numpy_generator(self.random_state).permutation(len_of(X))
-        self.shards_ = []
-        for rows in np.array_split(order, self.n_shards):
-            ends = tuple(np.cumsum([len(part) for part in np.array_split(rows, self.n_slices)]).tolist())
-            data = Core.of(X[rows], codes[rows], None if ids is None else ids[rows])
-            self.shards_.append(self._train(data, ends, ()))
+        with restored_on_failure(self):
+            X, y = checked_data(self, X, y, accept_sparse=self._sparse(), reset=True)
+            self.classes_ = known_classes(y, classes)
+            codes = require_known(class_codes(y, self.classes_), y, self.classes_)
+            ids = checked_ids(ids, len_of(X), unique=self.unique_ids)
+            order = numpy_generator(self.random_state).permutation(len_of(X))
+            self.shards_ = []
+            for rows in np.array_split(order, self.n_shards):
+                ends = tuple(np.cumsum([len(part) for part in np.array_split(rows, self.n_slices)]).tolist())
+                data = Core.of(X[rows], codes[rows], None if ids is None else ids[rows])
+                self.shards_.append(self._train(data, ends, ()))
         return self
 
     def unlearn(self, ids) -> UnlearnReport:

@@ -1,5 +1,6 @@
 """Any deterministic scikit-learn classifier, fitted to a core set alone."""
 
+import functools
 import math
 import numbers
 import re
@@ -8,8 +9,10 @@ from typing import Any
 import numpy as np
 from scipy import sparse
 from sklearn.base import BaseEstimator, MetaEstimatorMixin, clone
+from sklearn.exceptions import NotFittedError as SklearnNotFittedError
 from sklearn.utils import get_tags
 from sklearn.utils.metaestimators import available_if
+from sklearn.utils.validation import check_is_fitted
 
 from heedful._validation import require_finite
 from heedful.errors import InputError, ParameterError
@@ -35,9 +38,10 @@ class SystemAwareUnlearner(MetaEstimatorMixin, CoreSetClassifier):
         function of the data: the trees of nearest neighbours count how often they are asked, searches keep times. ``audit``
         finds such things.
     feature_map : transformer or callable, optional
-        φ, which must not know the data. A callable maps X to an array with a row for each sample. A transformer (random
-        Fourier features, a random projection) is cloned and fitted to one row of zeros, and so can know nothing; a
-        pretrained one comes as ``FrozenEstimator(transformer)``. None is the identity.
+        φ, which must not know the data. A callable maps X to an array with a row for each sample; whatever it holds is
+        taken to be public. A transformer (random Fourier features, a random projection) is cloned and fitted to one row
+        of zeros, and so can know nothing; a pretrained one comes as ``FrozenEstimator(transformer)``, not as its method.
+        None is the identity.
     kappa, ridge, horizon, fit_intercept, normalize, unique_ids
         As in ``SelectiveSamplingClassifier``; the constant and the norms count in leverages, while the
         estimator gets φ(x) as it is.
@@ -136,6 +140,7 @@ class SystemAwareUnlearner(MetaEstimatorMixin, CoreSetClassifier):
             _require_fixed(given, "feature_map")
             self.feature_map_ = clone(given).fit(np.zeros((1, self.n_features_in_)), None)
         elif given is None or callable(given):
+            _require_no_fitted_owner(given)
             self.feature_map_ = given
         else:
             raise ParameterError(f"feature_map must be a transformer, a callable or None; got {given!r}.")
@@ -169,6 +174,23 @@ class SystemAwareUnlearner(MetaEstimatorMixin, CoreSetClassifier):
 
     def _deviation(self, twin: Any) -> float:
         return math.nan  # what an arbitrary estimator is made of has no distance
+
+
+def _require_no_fitted_owner(feature_map: Any) -> None:
+    """Raise ``ParameterError`` for a method of a fitted estimator, which no audit could tell from a public function."""
+    function = feature_map.func if isinstance(feature_map, functools.partial) else feature_map
+    owner = getattr(function, "__self__", None)
+    if not isinstance(owner, BaseEstimator) or not hasattr(owner, "fit") or not get_tags(owner).requires_fit:
+        return
+    try:
+        check_is_fitted(owner)
+    except SklearnNotFittedError:
+        return
+    raise ParameterError(
+        f"feature_map is a method of a fitted {type(owner).__name__}, and may know the samples that must be forgotten. Pass "
+        "the transformer itself, which is fitted to a row of zeros, or FrozenEstimator(transformer) if it was fitted on "
+        "public data."
+    )
 
 
 def _require_fixed(estimator: BaseEstimator, name: str) -> None:
