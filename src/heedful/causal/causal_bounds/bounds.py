@@ -184,7 +184,7 @@ def covariate_bounds(
     Notes
     -----
     Each η and side costs one transport problem, about 0.1 s for arms of 1000 and 1 s for arms of 2000 to 3000 units, and
-    choosing η as much as half again. Memory: four arrays of n0 · n1 numbers, eight with Sinkhorn. Without covariates,
+    choosing η nearly as much again. Memory: four arrays of n0 · n1 numbers, eight with Sinkhorn. Without covariates,
     variances, products and correlations of a single outcome are sorted for, in O(n log n).
 
     References
